@@ -1,0 +1,11 @@
+#!/usr/bin/env bash
+# Sets everything up and runs the checks and the test suite. Extra arguments go to pytest: scripts/test.sh tests/kernels
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+./scripts/setup.sh
+export PATH="$PWD/.venv/bin:$PATH"
+ruff check .
+ruff format --check .
+lint-imports
+pyright
+exec python -m pytest "$@"
