@@ -7,5 +7,5 @@ export PATH="$PWD/.venv/bin:$PATH"
 ruff check .
 ruff format --check .
 lint-imports
-pyright
+mypy
 exec python -m pytest "$@"
