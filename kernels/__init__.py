@@ -1,0 +1,1 @@
+"""Execution specifications for mixture-of-experts layers, and what runs them."""

@@ -1,0 +1,167 @@
+"""The expert layer in plain PyTorch: the definition of what an execution spec computes. Runs on any device.
+
+`fp32_any_order` says that an element of a product is the sum of exact products, rounded to FP32 in an order
+that the spec leaves open. The reference takes the member of that family that depends on nothing else: it sums
+in FP64 and rounds once. Under NVFP4 an operand value is code times block scale, a multiple of 2^-10 of
+magnitude at most 2688. Products are then multiples of 2^-20, and partial sums over K elements are at most K *
+2688^2 < 2^33 for K <= 1184: 53 bits, which FP64 holds exactly. The sum thus does not depend on the BLAS, the
+threads, or the rows that share the call. A longer K is cut into segments of 1024, each exact, whose sums are
+added in order; that too is independent of the batch, and exact as long as the total stays below 2^33.
+
+BF16 operands have no such bound. Their FP64 sums differ between orders by about 2^-52 of the terms' size, and
+the FP32 rounding hides that except where a sum lies that close to a rounding boundary: rare, but not
+excluded.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import reduce
+
+import torch
+import torch.nn.functional as F
+
+from kernels.experts import TORCH_TYPE, ExpertWeights
+from kernels.quantize import QuantizedTensor, decode, quantize_activation
+from kernels.routing import Routing, sum_in_slot_order
+from kernels.spec import Accumulation, ExecutionSpec, Swiglu
+
+_SEGMENT = 1024  # elements along K whose products FP64 sums exactly
+_PANEL = 256  # weight rows widened to FP64 at a time: the panel stays in the cache
+
+
+@dataclass(frozen=True, eq=False)
+class PreparedMatrix:
+    """elements: [E, N, K], code times block scale in bfloat16 (exact), or the plain weight.
+    outer_scales: float32 [E, N] or [E, 1] under NVFP4, else None.
+    """
+
+    elements: torch.Tensor
+    outer_scales: torch.Tensor | None
+
+
+@dataclass(frozen=True, eq=False)
+class PreparedExperts:
+    """One version of a layer's expert weights, decoded once for many calls under `spec`."""
+
+    spec: ExecutionSpec
+    w13: PreparedMatrix  # [E, 2F, H]
+    w2: PreparedMatrix  # [E, H, F]
+
+
+@dataclass(frozen=True, eq=False)
+class ExpertRows:
+    """What the experts computed, in the routing's grouped order, in the spec's storage types."""
+
+    fc1: torch.Tensor  # [T*k, 2F]
+    swiglu: torch.Tensor  # [T*k, F]
+    fc2: torch.Tensor  # [T*k, H]
+
+
+def prepare(weights: ExpertWeights, spec: ExecutionSpec) -> PreparedExperts:
+    """Decode `weights`, which must have been made under `spec`."""
+    return PreparedExperts(spec, _prepare_matrix(weights.w13, spec), _prepare_matrix(weights.w2, spec))
+
+
+def forward(
+    x: torch.Tensor,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    prepared: PreparedExperts,
+    spec: ExecutionSpec,
+) -> torch.Tensor:
+    """The layer's output [T, H] in `spec.output`.
+
+    x: [T, H], cast to `spec.operand` first; topk_ids: integer [T, k]; topk_weights: float32 [T, k]; T may be
+    0. Raises ValueError for shapes, ids or dtypes that do not fit, for `prepared` of another spec, and, under
+    NVFP4, for an operand of FC1 or FC2 that is not finite.
+    """
+    check_inputs(x, topk_ids, topk_weights, prepared, spec)
+    routing = Routing.group(topk_ids, prepared.w13.elements.shape[0])
+    rows = expert_rows(x.to(TORCH_TYPE[spec.operand]), routing, prepared)
+    return combine(rows.fc2, routing, topk_weights, spec)
+
+
+def check_inputs(
+    x: torch.Tensor,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    prepared: PreparedExperts,
+    spec: ExecutionSpec,
+) -> None:
+    if prepared.spec != spec:
+        raise ValueError(
+            f"experts were prepared under {prepared.spec.name!r}, the call asks for {spec.name!r}"
+        )
+    hidden = prepared.w13.elements.shape[-1]
+    if x.dim() != 2 or x.shape[1] != hidden:
+        raise ValueError(f"x must be [T, {hidden}], got {tuple(x.shape)}")
+    if topk_ids.dim() != 2 or topk_ids.shape[0] != x.shape[0] or topk_ids.shape[1] == 0:
+        raise ValueError(f"topk_ids must be [{x.shape[0]}, k] with k >= 1, got {tuple(topk_ids.shape)}")
+    if topk_weights.shape != topk_ids.shape or topk_weights.dtype != torch.float32:
+        found = f"{topk_weights.dtype} {tuple(topk_weights.shape)}"
+        raise ValueError(f"topk_weights must be float32 {tuple(topk_ids.shape)}, got {found}")
+
+
+def expert_rows(x: torch.Tensor, routing: Routing, prepared: PreparedExperts) -> ExpertRows:
+    """FC1, SwiGLU and FC2 of every slot; x [T, H] in `spec.operand`."""
+    spec = prepared.spec
+    tokens = routing.tokens
+    two_ffn, hidden = prepared.w13.elements.shape[1:]
+    rows = ExpertRows(
+        fc1=x.new_empty(len(tokens), two_ffn, dtype=TORCH_TYPE[spec.fc1_output]),
+        swiglu=x.new_empty(len(tokens), two_ffn // 2, dtype=TORCH_TYPE[spec.swiglu_output]),
+        fc2=x.new_empty(len(tokens), hidden, dtype=TORCH_TYPE[spec.fc2_output]),
+    )
+    for expert, own in routing.occupied():
+        rows.fc1[own] = _linear(x[tokens[own]], prepared.w13, expert, spec)
+        rows.swiglu[own] = _swiglu(rows.fc1[own], spec)
+        rows.fc2[own] = _linear(rows.swiglu[own], prepared.w2, expert, spec)
+    return rows
+
+
+def combine(
+    fc2: torch.Tensor, routing: Routing, topk_weights: torch.Tensor, spec: ExecutionSpec
+) -> torch.Tensor:
+    """Grouped FC2 rows [T*k, H] -> [T, H], weighted and summed in slot order in FP32, cast once."""
+    return sum_in_slot_order(routing.by_token(fc2), topk_weights).to(TORCH_TYPE[spec.output])
+
+
+def _prepare_matrix(matrix: QuantizedTensor | torch.Tensor, spec: ExecutionSpec) -> PreparedMatrix:
+    if isinstance(matrix, QuantizedTensor) is not spec.quantized:
+        raise ValueError(f"expert weights were not made under execution spec {spec.name!r} ({spec.format})")
+    if isinstance(matrix, QuantizedTensor):
+        return PreparedMatrix(decode(matrix, torch.bfloat16), matrix.outer_scales)
+    return PreparedMatrix(matrix, None)
+
+
+def _linear(x: torch.Tensor, matrix: PreparedMatrix, expert: int, spec: ExecutionSpec) -> torch.Tensor:
+    """x [R, K] -> float32 [R, N], x times the transpose of the expert's [N, K]."""
+    elements = matrix.elements[expert]
+    if matrix.outer_scales is None:
+        return _product(x, elements, spec)
+    quantized = quantize_activation(x, spec)
+    accumulator = _product(decode(quantized, torch.bfloat16), elements, spec)
+    return accumulator * (quantized.outer_scales * matrix.outer_scales[expert])
+
+
+def _product(x: torch.Tensor, weight: torch.Tensor, spec: ExecutionSpec) -> torch.Tensor:
+    """[R, K], [N, K] -> float32 [R, N]."""
+    if spec.accumulation is Accumulation.FP32_GEMM:
+        return x @ weight.T
+    product = x.new_empty(len(x), len(weight), dtype=torch.float32)
+    x = x.double()
+    for start in range(0, len(weight), _PANEL):
+        panel = weight[start : start + _PANEL].double()
+        segments = zip(x.split(_SEGMENT, dim=1), panel.split(_SEGMENT, dim=1), strict=True)
+        product[:, start : start + _PANEL] = reduce(torch.add, (a @ b.T for a, b in segments))
+    return product
+
+
+def _swiglu(fc1: torch.Tensor, spec: ExecutionSpec) -> torch.Tensor:
+    """[R, 2F] -> float32 silu(gate) * up, [R, F]."""
+    gate, up = fc1.chunk(2, dim=-1)
+    if spec.swiglu is Swiglu.FP32_LIBRARY_SILU:
+        return F.silu(gate) * up
+    # An FP32 exponential differs between vector and scalar code, hence between positions in a batch.
+    return F.silu(gate.double()).float() * up.float()
