@@ -73,11 +73,13 @@ class _ExpertLayer(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]  # the decorator hides parameter names
+        ctx: Any, *grad_outputs: torch.Tensor
+    ) -> tuple[torch.Tensor | None, ...]:
         x, topk_weights, w13, w2, fc1, act, fc2 = ctx.saved_tensors
         routing: Routing = ctx.routing
         tokens = routing.tokens
-        grad_output = grad_output.float()
+        grad_output = grad_outputs[0].float()
         coefficients = topk_weights.flatten()[routing.order]
         d_rows = (coefficients[:, None] * grad_output[tokens]).to(x.dtype)
         d_x_rows = torch.empty_like(d_rows)

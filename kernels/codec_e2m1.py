@@ -18,14 +18,15 @@ def encode(x: torch.Tensor) -> torch.Tensor:
 
     The sign is kept where the magnitude rounds to zero, -0 included, as `cvt.rn.satfinite.e2m1x2` does.
     """
+    # The index is piecewise linear in the magnitude: steps of 1/2 from 0 to 2, of 1 from 2 to 4, of 2 from
+    # 4 to 6. Clamping to a piece and scaling by a power of two are exact, and `round` takes ties to even,
+    # which is the even code: index = round(2 * [0, 2]) + (round([2, 4]) - 2) + (round([4, 6] / 2) - 2).
     magnitude = x.abs()
-    # The index is piecewise linear in the magnitude, with steps of 1/2 up to 2, of 1 up to 4, of 2 up to 6.
-    # `round` takes ties to even, which is the even code because each piece starts at an even index.
-    # Subtracting a piece's start is exact, so nothing is rounded before `round`.
     index = magnitude.clamp(max=2).mul_(2).round_()
-    index += magnitude.clamp(2, 4).sub_(2).round_()
-    index += magnitude.clamp_(4, 6).sub_(4).mul_(0.5).round_()
-    return index.to(torch.uint8) + torch.signbit(x).to(torch.uint8) * 8
+    index += magnitude.clamp(2, 4).round_()
+    index += magnitude.clamp_(4, 6).mul_(0.5).round_()
+    sign = (x.view(torch.int32) >> 28).to(torch.int8) & 8
+    return (index.to(torch.int8).sub_(4) | sign).view(torch.uint8)
 
 
 def decode(codes: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -51,8 +51,10 @@ def quantize_weight(weight: torch.Tensor, spec: ExecutionSpec) -> QuantizedTenso
 
     Raises ValueError when the spec is not NVFP4, K is not a multiple of 16, or a value is not finite in BF16.
     """
+    if weight.dim() != 3 or len(weight) == 0:
+        raise ValueError(f"a weight must be [E, N, K] with E >= 1, got {tuple(weight.shape)}")
     per_expert = spec.weight_scale_domain is WeightScaleDomain.EXPERT
-    experts = [_quantize(matrix, spec, shared_scale=per_expert) for matrix in weight]
+    experts = [_quantize(w, spec, per_expert, f"weight of expert {e}") for e, w in enumerate(weight)]
     return QuantizedTensor(
         codes=torch.stack([expert.codes for expert in experts]),
         block_scales=torch.stack([expert.block_scales for expert in experts]),
@@ -65,7 +67,9 @@ def quantize_activation(x: torch.Tensor, spec: ExecutionSpec) -> QuantizedTensor
 
     Raises ValueError when the spec is not NVFP4, K is not a multiple of 16, or a value is not finite in BF16.
     """
-    return _quantize(x, spec, shared_scale=spec.activation_scale_domain is ActivationScaleDomain.TENSOR)
+    if x.dim() != 2:
+        raise ValueError(f"an activation must be [T, K], got {tuple(x.shape)}")
+    return _quantize(x, spec, spec.activation_scale_domain is ActivationScaleDomain.TENSOR, "activation")
 
 
 def decode(quantized: QuantizedTensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -86,16 +90,20 @@ def dequantize(quantized: QuantizedTensor) -> torch.Tensor:
     return decode(quantized).float() * outer
 
 
-def _quantize(x: torch.Tensor, spec: ExecutionSpec, shared_scale: bool) -> QuantizedTensor:
+def _quantize(x: torch.Tensor, spec: ExecutionSpec, shared_scale: bool, what: str) -> QuantizedTensor:
     """[R, K] -> NVFP4 with outer scales [R, 1], or [1, 1] when all rows share one."""
     rows, width = x.shape
     if not spec.quantized:
-        raise ValueError(f"execution spec {spec.name!r} has format {spec.format} and quantises nothing")
+        raise ValueError(f"cannot quantise {what}: execution spec {spec.name!r} has format {spec.format}")
     if width == 0 or width % BLOCK:
-        raise ValueError(f"NVFP4 needs rows of a positive multiple of {BLOCK} elements, got {width}")
+        raise ValueError(
+            f"NVFP4 needs rows of a positive multiple of {BLOCK} elements, got {what} {tuple(x.shape)}"
+        )
     x = x.detach().to(torch.bfloat16).contiguous()
-    block_amax = x.view(rows, -1, BLOCK).abs().amax(-1).float()
-    _refuse_non_finite(x, block_amax)
+    # The bit patterns of non-negative BF16 numbers are ordered as their values are, and NaN comes last.
+    magnitude_bits = x.view(torch.int16) & 0x7FFF
+    block_amax = magnitude_bits.view(rows, -1, BLOCK).amax(-1).view(torch.bfloat16).float()
+    _refuse_non_finite(x, block_amax, what)
 
     # A tensor, because on a GPU torch turns division by a number into a product with its reciprocal.
     divisor = block_amax.new_tensor([[OUTER_DIVISOR]])
@@ -105,12 +113,15 @@ def _quantize(x: torch.Tensor, spec: ExecutionSpec, shared_scale: bool) -> Quant
         amax = block_amax.amax(-1, keepdim=True)
     outer = torch.where(amax < ZERO_GROUP_BELOW, 1.0, amax / divisor)
     block_scales = codec_e4m3.encode(block_amax / (outer * codec_e2m1.MAX))
-    step = codec_e4m3.decode(block_scales) * outer
-    return QuantizedTensor(_encode_elements(x, step), block_scales, outer)
+    zero_block = block_scales == 0
+    step = (codec_e4m3.decode(block_scales) * outer).masked_fill_(zero_block, 1.0)
+    codes = _encode_elements(x, step)
+    codes.view(rows, -1, BLOCK // 2).masked_fill_(zero_block.unsqueeze(-1), 0)
+    return QuantizedTensor(codes, block_scales, outer)
 
 
 def _encode_elements(x: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
-    """x bfloat16 [R, K], step float32 [R, K/16] -> packed codes uint8 [R, K/2]."""
+    """bfloat16 [R, K] and its steps, float32 [R, K/16] -> packed codes of x / step, uint8 [R, K/2]."""
     rows, width = x.shape
     packed = torch.empty(rows, width // 2, dtype=torch.uint8, device=x.device)
     chunk = max(1, _CHUNK_ELEMENTS // width)
@@ -118,16 +129,14 @@ def _encode_elements(x: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
         part = slice(start, min(start + chunk, rows))
         divisor = step[part].unsqueeze(-1)
         scaled = x[part].float().view(*divisor.shape[:2], BLOCK) / divisor
-        # A zero step gives 0/0 and x/0; whatever the sign, the code is 0.
-        scaled.masked_fill_(divisor == 0, 0.0)
         packed[part] = pack(codec_e2m1.encode(scaled).flatten(1))
     return packed
 
 
-def _refuse_non_finite(x: torch.Tensor, block_amax: torch.Tensor) -> None:
+def _refuse_non_finite(x: torch.Tensor, block_amax: torch.Tensor, what: str) -> None:
     if not torch.isfinite(block_amax).all():
         nan, inf = int(x.isnan().sum()), int(x.isinf().sum())
         raise ValueError(
-            f"cannot quantise: after the cast to bfloat16, {nan} NaN and {inf} infinite values among"
-            f" {x.numel()} (shape {tuple(x.shape)})"
+            f"cannot quantise {what} {tuple(x.shape)}: {nan} NaN and {inf} infinite values among {x.numel()},"
+            " after the cast to bfloat16"
         )

@@ -244,11 +244,9 @@ def _types() -> dict[str, type]:
 
 def _parse(key: str, kind: type, value: object) -> Any:
     if issubclass(kind, StrEnum):
-        try:
-            return kind(value)
-        except ValueError:
-            allowed = ", ".join(kind)
-            raise ValueError(f"execution spec: {key}={value!r} is not one of: {allowed}") from None
+        if value not in list(kind):
+            raise ValueError(f"execution spec: {key}={value!r} is not one of: {', '.join(kind)}")
+        return kind(str(value))
     if type(value) is not kind:
         raise ValueError(f"execution spec: {key}={value!r} is not of type {kind.__name__}")
     return value
@@ -315,7 +313,7 @@ def format_diff(
     """A plain-text table of `spec_diff`; the empty string when nothing differs."""
     if not differences:
         return ""
-    rows = [("field", left_name, right_name, "meaning")]
+    rows: list[tuple[str, ...]] = [("field", left_name, right_name, "meaning")]
     rows += [tuple(str(cell) for cell in difference) for difference in differences]
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
     return "\n".join(
