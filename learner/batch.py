@@ -1,0 +1,100 @@
+"""Batches of sequences, and the one rule by which they are cut into micro-batches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+
+import torch
+
+
+@dataclass(frozen=True, eq=False)
+class TrainBatch:
+    """Sequences to learn from. Position t of a [B, S] tensor carries the value of token t.
+
+    tokens: int64 [B, S], right-padded
+    lengths: int64 [B], tokens of each sequence without padding
+    loss_mask: bool [B, S], True at response tokens
+    sampler_logp: float32 [B, S], log-probability under the engine and weights that sampled the token
+    old_logp: float32 [B, S], log-probability under the learner before the update
+    advantages: float32 [B], one for each sequence
+
+    What `sampler_logp` and `old_logp` hold where `loss_mask` is False never matters. Raises ValueError when
+    the parts do not fit together.
+    """
+
+    tokens: torch.Tensor
+    lengths: torch.Tensor
+    loss_mask: torch.Tensor
+    sampler_logp: torch.Tensor
+    old_logp: torch.Tensor
+    advantages: torch.Tensor
+
+    def __post_init__(self) -> None:
+        check_sequences(self.tokens, self.lengths, self.loss_mask)
+        for name in ("sampler_logp", "old_logp"):
+            _check(name, getattr(self, name), self.tokens.shape, torch.float32)
+        _check("advantages", self.advantages, self.lengths.shape, torch.float32)
+
+    @property
+    def response_tokens(self) -> int:
+        """Tokens in the loss mask: the denominator of a token mean."""
+        return int(self.loss_mask.sum())
+
+    def select(self, rows: torch.Tensor) -> TrainBatch:
+        """The sequences `rows` (int64 [R]), padded no further than the longest of them."""
+        width = int(self.lengths[rows].max()) if rows.numel() else 0
+        parts = {field.name: getattr(self, field.name)[rows] for field in fields(self)}
+        return TrainBatch(**{k: v[:, :width] if v.dim() == 2 else v for k, v in parts.items()})
+
+    def micro_batches(self, max_tokens: int) -> list[TrainBatch]:
+        """Cut by `cut`."""
+        return [self.select(rows) for rows in cut(self.lengths, max_tokens)]
+
+    def to(self, device: torch.device) -> TrainBatch:
+        """The same batch with every tensor on `device`."""
+        return replace(self, **{field.name: getattr(self, field.name).to(device) for field in fields(self)})
+
+
+def cut(lengths: torch.Tensor, max_tokens: int) -> list[torch.Tensor]:
+    """Rows (int64) of each micro-batch: sorted by length, longest first, ties in the given order, then filled
+    greedily while (rows) x (longest length) stays within `max_tokens`.
+
+    Raises ValueError when a single sequence is longer than `max_tokens`.
+    """
+    order = torch.sort(lengths, descending=True, stable=True).indices
+    groups = []
+    start = 0
+    while start < len(order):
+        longest = int(lengths[order[start]])
+        if longest > max_tokens:
+            raise ValueError(
+                f"a sequence of {longest} tokens does not fit into micro_batch_tokens={max_tokens}"
+            )
+        stop = start + max_tokens // longest
+        groups.append(order[start:stop])
+        start = stop
+    return groups
+
+
+def check_sequences(tokens: torch.Tensor, lengths: torch.Tensor, loss_mask: torch.Tensor) -> None:
+    """Raises ValueError unless tokens int64 [B, S], lengths int64 [B] in [1, S] and loss_mask bool [B, S] fit
+    together: a token in the mask lies within its sequence and is not its first, which nothing predicts.
+    """
+    if tokens.dim() != 2:
+        raise ValueError(f"tokens must have shape [B, S], got {tuple(tokens.shape)}")
+    _check("tokens", tokens, tokens.shape, torch.int64)
+    _check("lengths", lengths, tokens.shape[:1], torch.int64)
+    _check("loss_mask", loss_mask, tokens.shape, torch.bool)
+    width = tokens.shape[1]
+    if bool(((lengths < 1) | (lengths > width)).any()):
+        raise ValueError(f"lengths must lie in [1, {width}], got {lengths.tolist()}")
+    positions = torch.arange(width, device=tokens.device)
+    if bool((loss_mask & (positions >= lengths.unsqueeze(1))).any()):
+        raise ValueError("loss_mask is True beyond the length of a sequence")
+    if bool(loss_mask[:, :1].any()):
+        raise ValueError("loss_mask is True at the first token of a sequence, which nothing predicts")
+
+
+def _check(name: str, tensor: torch.Tensor, shape: torch.Size, dtype: torch.dtype) -> None:
+    if tensor.shape != shape or tensor.dtype != dtype:
+        raise ValueError(f"{name} must be {dtype} {tuple(shape)}, got {tensor.dtype} {tuple(tensor.shape)}")

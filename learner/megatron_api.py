@@ -1,0 +1,43 @@
+"""Everything that the learner uses of Megatron-core, in one place.
+
+Importing it takes seconds, and warns about optional packages (Transformer Engine, Apex) that the learner
+does without.
+"""
+
+from __future__ import annotations
+
+import warnings
+
+with warnings.catch_warnings():
+    warnings.filterwarnings("ignore", message=".*Apex is not installed", category=UserWarning)
+    warnings.filterwarnings("ignore", category=DeprecationWarning)
+    from megatron.core import parallel_state
+    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.transformer.module import MegatronModule
+    from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+    from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
+    from megatron.core.transformer.moe.router import TopKRouter
+    from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+__all__ = [
+    "GPTModel",
+    "MegatronModule",
+    "MoELayer",
+    "MoESubmodules",
+    "MoETokenDispatcher",
+    "ModuleSpec",
+    "ProcessGroupCollection",
+    "RotaryEmbedding",
+    "TopKRouter",
+    "TransformerBlockSubmodules",
+    "TransformerConfig",
+    "get_default_pg_collection",
+    "get_gpt_layer_local_spec",
+    "parallel_state",
+]

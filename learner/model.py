@@ -1,0 +1,137 @@
+"""The policy as a Megatron-core GPTModel, put together from specs and subclasses."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.nn.functional as F
+
+from kernels.precision_map import PrecisionMap
+from kernels.spec import ExecutionSpec
+from learner.families.architecture import Architecture
+from learner.megatron_api import (
+    GPTModel,
+    ModuleSpec,
+    MoESubmodules,
+    TransformerBlockSubmodules,
+    TransformerConfig,
+    get_gpt_layer_local_spec,
+)
+from learner.modules import CausalAttention, RMSNorm, Rotary, Router
+from learner.moe import Experts, SpecifiedMoELayer
+
+
+class PolicyModel(GPTModel):
+    """A GPTModel that stops before the output layer."""
+
+    def __init__(self, architecture: Architecture, precision_map: PrecisionMap, dtype: torch.dtype) -> None:
+        layers = [_layer_spec(architecture, precision_map.spec_for(i)) for i in range(architecture.layers)]
+        with _without_mlp_warning():
+            super().__init__(
+                _transformer_config(architecture, dtype),
+                TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm),
+                vocab_size=architecture.vocab,
+                max_sequence_length=architecture.max_positions,
+                position_embedding_type="rope",
+                rotary_base=architecture.rope_theta,
+                share_embeddings_and_output_weights=architecture.tied_embeddings,
+            )
+        self.rotary_pos_emb = Rotary(
+            kv_channels=architecture.head_dim,
+            rotary_percent=1.0,
+            rotary_base=architecture.rope_theta,
+            use_cpu_initialization=True,
+        )
+
+    def hidden_states(self, tokens: torch.Tensor) -> torch.Tensor:
+        """int64 [B, S] -> [S, B, H] after the final norm."""
+        rotary = self.rotary_pos_emb(tokens.shape[1]).to(tokens.device)
+        embedded = self.embedding(input_ids=tokens, position_ids=None)
+        return self.decoder(hidden_states=embedded, attention_mask=None, rotary_pos_emb=rotary)
+
+    @property
+    def output_weight(self) -> torch.Tensor:
+        """[V, H], which is the embedding when the two are tied."""
+        if self.share_embeddings_and_output_weights:
+            return self.shared_embedding_or_output_weight()
+        return self.output_layer.weight
+
+    def experts(self) -> list[Experts]:
+        """The experts of each layer."""
+        return [layer.mlp.experts for layer in self.decoder.layers]
+
+
+def _transformer_config(architecture: Architecture, dtype: torch.dtype) -> TransformerConfig:
+    return TransformerConfig(
+        num_layers=architecture.layers,
+        hidden_size=architecture.hidden,
+        num_attention_heads=architecture.heads,
+        num_query_groups=architecture.kv_heads,
+        kv_channels=architecture.head_dim,
+        ffn_hidden_size=architecture.expert_ffn,
+        moe_ffn_hidden_size=architecture.expert_ffn,
+        num_moe_experts=architecture.experts,
+        moe_router_topk=architecture.experts_per_token,
+        # Softmax over the chosen logits equals softmax over all, renormalised over the chosen.
+        moe_router_pre_softmax=not architecture.renormalize_router,
+        moe_router_dtype="fp32",
+        moe_router_load_balancing_type="none",
+        moe_token_dispatcher_type="allgather",  # replaced by SpecifiedMoELayer
+        normalization="RMSNorm",
+        layernorm_epsilon=architecture.norm_eps,
+        qk_layernorm=architecture.qk_norm,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        # Weights are always loaded. (With tensor parallelism this must be True: Megatron marks split
+        # weights there.)
+        perform_initialization=False,
+        use_cpu_initialization=True,
+        deterministic_mode=True,
+        cuda_graph_scope=[],
+        # Fused kernels need Transformer Engine or Apex, or compile for seconds at the first step.
+        apply_rope_fusion=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        gradient_accumulation_fusion=False,
+        masked_softmax_fusion=False,
+        persist_layer_norm=False,
+    )
+
+
+def _layer_spec(architecture: Architecture, execution_spec: ExecutionSpec) -> ModuleSpec:
+    spec = get_gpt_layer_local_spec(
+        num_experts=architecture.experts, qk_layernorm=architecture.qk_norm, normalization="RMSNorm"
+    )
+    parts = spec.submodules
+    parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
+    attention = parts.self_attention.submodules
+    attention.core_attention = CausalAttention
+    if architecture.qk_norm:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    experts = ModuleSpec(module=Experts, params={"execution_spec": execution_spec})
+    parts.mlp = ModuleSpec(module=SpecifiedMoELayer, submodules=MoESubmodules(experts=experts, router=Router))
+    return spec
+
+
+@contextmanager
+def _without_mlp_warning() -> Iterator[None]:
+    """Megatron logs a warning for every MLP class that is not its own, and then builds it as asked."""
+    logger = logging.getLogger("megatron.core.transformer.transformer_layer")
+
+    def wanted(record: logging.LogRecord) -> bool:
+        return not record.getMessage().startswith("Unknown MLP type")
+
+    logger.addFilter(wanted)
+    try:
+        yield
+    finally:
+        logger.removeFilter(wanted)

@@ -1,0 +1,67 @@
+"""Modules that stand in for Megatron's own in its specs: they run on any device, without Transformer
+Engine.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from learner.megatron_api import MegatronModule, RotaryEmbedding, TopKRouter, TransformerConfig
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight over the last dimension, in FP32 inside (Zhang and Sennrich 2019, arXiv
+    1910.07467).
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, **_: Any) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+class CausalAttention(MegatronModule):
+    """Megatron's core attention by torch's scaled dot product: causal, grouped queries, no dropout.
+
+    Batches are padded on the right, so causality alone keeps padding out of every real position.
+    """
+
+    def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **_: Any) -> None:
+        super().__init__(config=config)
+        self.scale = softmax_scale
+
+    def forward(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any
+    ) -> torch.Tensor:
+        """query [S, B, heads, D], key and value [S, B, groups, D] -> [S, B, heads * D]."""
+        q, k, v = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
+        grouped = q.shape[1] != k.shape[1]
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=grouped)
+        return mixed.permute(2, 0, 1, 3).flatten(2)
+
+
+class Router(TopKRouter):
+    """Router logits in FP32, whatever the type of the model.
+
+    Megatron's own `gating` moves the weight to a GPU and needs Transformer Engine's GEMM.
+    """
+
+    def gating(self, input: torch.Tensor) -> torch.Tensor:
+        """[..., H] -> float32 [..., E]."""
+        return F.linear(input.float(), self.weight.float())
+
+
+class Rotary(RotaryEmbedding):
+    """Rotary angles on the device of the model; Megatron's own moves them to a GPU."""
+
+    def get_emb(self, max_seq_len: int, offset: int = 0) -> torch.Tensor:
+        """float32 [S, 1, 1, D], each half of D holding the same angles."""
+        angles = self.get_freqs_non_repeated(max_seq_len, offset)
+        return torch.cat((angles, angles), dim=-1)[:, None, None, :]

@@ -1,0 +1,134 @@
+"""The MoE layer: Megatron's router, then the whole expert layer by `kernels` under its execution spec.
+
+Megatron permutes tokens in its dispatcher and sums them there. Here permutation, both products, SwiGLU,
+router coefficient and combination are one composition that the execution spec describes. So the dispatcher
+leaves tokens where they are, and the experts see every token with its top-k slots.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from kernels.autograd import expert_layer
+from kernels.experts import ExpertWeights
+from kernels.reference import PreparedExperts, prepare
+from kernels.spec import ExecutionSpec
+from learner.megatron_api import (
+    MegatronModule,
+    MoELayer,
+    MoESubmodules,
+    MoETokenDispatcher,
+    ProcessGroupCollection,
+    TransformerConfig,
+    get_default_pg_collection,
+)
+
+
+def top_k_slots(
+    probs: torch.Tensor, routing_map: torch.Tensor, top_k: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The chosen experts of each token by descending coefficient, ties to the lower expert id.
+
+    probs: float32 [T, E]; routing_map: bool [T, E] with `top_k` True in each row. Returns ids int64 [T, k]
+    and coefficients float32 [T, k], differentiable in `probs`.
+    """
+    chosen = probs.detach().masked_fill(~routing_map, -1.0)
+    ids = torch.sort(chosen, dim=-1, descending=True, stable=True).indices[:, :top_k]
+    return ids, probs.gather(1, ids)
+
+
+class InPlaceDispatcher(MoETokenDispatcher):
+    """Keeps tokens where they are, and turns Megatron's routing map into top-k slots."""
+
+    def dispatch_preprocess(
+        self, tokens: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self.shape = tokens.shape
+        self.topk_ids, topk_weights = top_k_slots(probs, routing_map, self.config.moe_router_topk)
+        return tokens.reshape(-1, tokens.shape[-1]), topk_weights
+
+    def token_dispatch(
+        self, hidden_states: torch.Tensor, probs: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return hidden_states, probs
+
+    def dispatch_postprocess(
+        self, hidden_states: torch.Tensor, probs: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return hidden_states, self.topk_ids, probs
+
+    def combine_preprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return hidden_states
+
+    def token_combine(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return hidden_states
+
+    def combine_postprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return hidden_states.view(self.shape)
+
+
+class SpecifiedMoELayer(MoELayer):
+    """Megatron's MoE layer with the in-place dispatcher."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: MoESubmodules | None = None,
+        layer_number: int | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+    ) -> None:
+        groups = pg_collection or get_default_pg_collection()
+        super().__init__(config, submodules, layer_number, groups)
+        self.token_dispatcher = InPlaceDispatcher(config, groups)
+
+
+class Experts(MegatronModule):
+    """All experts of one layer: the master weights, and their quantised form once for each version of them.
+
+    weight1: [E, 2F, H], gate rows then up rows; weight2: [E, H, F]; in the model's parameter type.
+    """
+
+    def __init__(
+        self, num_local_experts: int, config: TransformerConfig, *, execution_spec: ExecutionSpec, **_: Any
+    ) -> None:
+        super().__init__(config=config)
+        hidden, ffn, dtype = config.hidden_size, config.moe_ffn_hidden_size, config.params_dtype
+        self.execution_spec = execution_spec
+        self.weight1 = nn.Parameter(torch.empty(num_local_experts, 2 * ffn, hidden, dtype=dtype))
+        self.weight2 = nn.Parameter(torch.empty(num_local_experts, hidden, ffn, dtype=dtype))
+        self.calls = 0  # of forward
+        self._snapshot: tuple[tuple[int, ...], ExpertWeights, PreparedExperts] | None = None
+
+    def forward(
+        self, hidden_states: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor
+    ) -> tuple[torch.Tensor, None]:
+        """[T, H], int64 [T, k], float32 [T, k] -> [T, H] of the same type, and no bias."""
+        self.calls += 1
+        prepared = self._current()[1]
+        output = expert_layer(
+            hidden_states,
+            topk_ids,
+            topk_weights,
+            self.weight1,
+            self.weight2,
+            prepared,
+            self.execution_spec,
+        )
+        return output, None
+
+    def quantized(self) -> ExpertWeights:
+        """The present weights under the execution spec: the very tensors that `forward` uses."""
+        return self._current()[0]
+
+    def _current(self) -> tuple[ExpertWeights, PreparedExperts]:
+        # Every in-place write raises a tensor's version, and moving a parameter changes its address. Writes
+        # through `.data` would go unseen; nothing here makes any.
+        masters = (self.weight1, self.weight2)
+        version = tuple(number for w in masters for number in (w._version, w.data_ptr()))
+        if self._snapshot is None or self._snapshot[0] != version:
+            weights = ExpertWeights.quantize(*masters, self.execution_spec)
+            self._snapshot = (version, weights, prepare(weights, self.execution_spec))
+        return self._snapshot[1:]

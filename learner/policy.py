@@ -1,0 +1,273 @@
+"""The policy under training: scores sequences, learns from them, and gives its weights away."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from kernels.experts import wire_name
+from kernels.precision_map import PrecisionMap
+from kernels.quantize import BLOCK
+from kernels.report import EngineReport
+from learner import checkpoint, convert
+from learner.batch import TrainBatch, check_sequences, cut
+from learner.config import LearnerConfig, ObjectiveConfig
+from learner.families.architecture import Architecture
+from learner.families.registry import family_of
+from learner.folders import carry_from, read_config, read_state, write_model
+from learner.logprobs import token_logprobs
+from learner.mapping import is_expert, rules
+from learner.model import PolicyModel
+from learner.objective import negative_log_likelihood, policy_loss
+from learner.optimizer import Optimizer
+from learner.runtime import deterministic, start
+
+
+@dataclass(frozen=True, eq=False)
+class Scores:
+    """float32 [B, S] on the CPU; position t belongs to token t; zero where the loss mask is False.
+
+    entropy is that of the distribution from which token t was drawn, in nats.
+    """
+
+    logp: torch.Tensor
+    entropy: torch.Tensor
+
+
+class Policy:
+    """A Megatron-core model whose expert layers run under a precision map, with its optimiser.
+
+    model_dir: a Hugging Face folder of a supported family. seed: of torch's generator in this process.
+
+    Log-probabilities are FP32 and of the distribution softmax(logits / temperature). The same calls on the
+    same machine give the same bits. Loss and gradient do not depend on how a batch is cut into
+    micro-batches, up to the rounding of FP32 sums.
+
+    Raises FileNotFoundError for a folder without a model, and ValueError for a model that this package
+    cannot hold, for weights that do not fit it, and for a precision map that does not fit it.
+    """
+
+    def __init__(
+        self, model_dir: str | Path, precision_map: PrecisionMap, config: LearnerConfig, seed: int
+    ) -> None:
+        self.model_dir = Path(model_dir)
+        self.precision_map = precision_map
+        self.config = config
+        self.hf_config = read_config(self.model_dir)
+        family = family_of(self.hf_config)
+        self.architecture = family.read(self.hf_config)
+        _check_precision_map(precision_map, self.architecture)
+        self.device = start(config)
+        torch.manual_seed(seed)
+
+        self.rules = rules(family, self.architecture)
+        model = PolicyModel(self.architecture, precision_map, getattr(torch, config.dtype))
+        shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+        weights = convert.to_megatron(read_state(self.model_dir), self.rules, shapes)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.copy_(weights[name])
+        self.model = model.to(self.device)
+        self.optimizer = Optimizer(self.model.named_parameters(), config)
+
+    def score(
+        self, tokens: torch.Tensor, lengths: torch.Tensor, loss_mask: torch.Tensor, temperature: float
+    ) -> Scores:
+        """Log-probabilities and entropies at the tokens in `loss_mask`.
+
+        tokens: int64 [B, S], right-padded; lengths: int64 [B]; loss_mask: bool [B, S]. Raises ValueError
+        for inputs that do not fit together, FloatingPointError when a log-probability is not finite.
+        """
+        self._check_sequences(tokens, lengths, loss_mask)
+        logp = torch.zeros(tokens.shape, dtype=torch.float32)
+        entropy = torch.zeros_like(logp)
+        with torch.no_grad(), deterministic():
+            for rows in cut(lengths, self.config.micro_batch_tokens):
+                width = int(lengths[rows].max())
+                parts = (tokens[rows, :width].to(self.device), loss_mask[rows, :width].to(self.device))
+                scored = self._logprobs(*parts, temperature)
+                logp[rows, :width], entropy[rows, :width] = (part.cpu() for part in scored)
+        return Scores(logp, entropy)
+
+    def update(self, batch: TrainBatch, objective: ObjectiveConfig, temperature: float) -> dict[str, float]:
+        """One optimiser step over the whole mini-batch, with the clipped objective of `learner.objective`.
+
+        temperature: that of the distribution from which the tokens were sampled. Returns `loss`,
+        `grad_norm` (before clipping), `lr`, `tokens`, and means over the tokens in the loss mask: `entropy`
+        and what `policy_loss` sums. Raises ValueError for a batch without response tokens,
+        FloatingPointError when a log-probability, the loss or the gradient is not finite; no weight has
+        changed then.
+        """
+        _check_finite_inputs(batch)
+
+        def loss(
+            part: TrainBatch, logp: torch.Tensor, count: int
+        ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+            inputs = (part.old_logp, part.sampler_logp, part.advantages, part.loss_mask)
+            return policy_loss(logp, *inputs, count, objective)
+
+        return self._step(batch, temperature, loss)
+
+    def supervised_step(
+        self, tokens: torch.Tensor, lengths: torch.Tensor, loss_mask: torch.Tensor, lr: float | None = None
+    ) -> float:
+        """One optimiser step on the mean negative log-likelihood of the tokens in `loss_mask`; returns that
+        mean.
+
+        `lr` replaces the scheduled learning rate. Raises as `update` does.
+        """
+        unused = torch.zeros(tokens.shape, dtype=torch.float32)
+        batch = TrainBatch(tokens, lengths, loss_mask, unused, unused, unused[:, 0])
+
+        def loss(
+            part: TrainBatch, logp: torch.Tensor, count: int
+        ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+            return negative_log_likelihood(logp, part.loss_mask, count), {}
+
+        return self._step(batch, 1.0, loss, lr)["loss"]
+
+    def export(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every weight by the name under which it travels to a sampler.
+
+        Tensors outside the experts carry their Hugging Face checkpoint names, in the model's type; a tied
+        output layer is left out. Expert tensors carry `kernels.experts.wire_name`, as the forward pass uses
+        them. They are
+        views where possible: valid until the next update.
+        """
+        outside = [rule for rule in self.rules if not is_expert(rule.megatron)]
+        yield from convert.to_hf(self._state(), outside)
+        for layer, experts in enumerate(self.model.experts()):
+            for part, tensor in experts.quantized().tensors().items():
+                yield wire_name(layer, part), tensor
+
+    def save_hf(self, folder: str | Path) -> None:
+        """Write a model folder that transformers loads: weights in the model's type, tokenizer files
+        carried over.
+
+        Raises FileExistsError when `folder` holds something.
+        """
+        state = dict(convert.to_hf(self._state(), self.rules))
+        write_model(Path(folder), self.hf_config, state, carry_from(self.model_dir))
+
+    def checkpoint(self, folder: str | Path) -> None:
+        """Write weights, optimiser, step count and generator state into a new folder."""
+        checkpoint.save(Path(folder), self.model, self.optimizer, self._identity())
+
+    def restore(self, folder: str | Path) -> None:
+        """Go on from `checkpoint`, bit for bit. Raises ValueError when it belongs to another model or map."""
+        checkpoint.load(Path(folder), self.model, self.optimizer, self._identity())
+
+    def report(self) -> EngineReport:
+        experts = self.model.experts()
+        return EngineReport(
+            engine="megatron",
+            precision_map=self.precision_map,
+            backend="reference",
+            expert_layers=len(experts),
+            expert_calls=sum(layer.calls for layer in experts),
+        )
+
+    @property
+    def steps(self) -> int:
+        """Optimiser steps taken since the model folder was loaded, over all restored runs."""
+        return self.optimizer.steps
+
+    def _step(
+        self,
+        batch: TrainBatch,
+        temperature: float,
+        loss_of: Callable[[TrainBatch, torch.Tensor, int], tuple[torch.Tensor, dict[str, torch.Tensor]]],
+        lr: float | None = None,
+    ) -> dict[str, float]:
+        self._check_sequences(batch.tokens, batch.lengths, batch.loss_mask)
+        count = batch.response_tokens
+        if count == 0:
+            raise ValueError("the batch has no token in its loss mask")
+        totals: Counter[str] = Counter()
+        self.optimizer.zero_grad()
+        with deterministic():
+            for part in batch.micro_batches(self.config.micro_batch_tokens):
+                part = part.to(self.device)
+                logp, entropy = self._logprobs(part.tokens, part.loss_mask, temperature)
+                loss, sums = loss_of(part, logp, count)
+                if not torch.isfinite(loss):
+                    raise FloatingPointError(
+                        f"the loss of a micro-batch is {loss.item()}; no weight was changed"
+                    )
+                loss.backward()
+                totals["loss"] += loss.item()
+                for name, value in (sums | {"entropy": entropy.sum()}).items():
+                    totals[name] += value.item() / count
+            grad_norm, used_lr = self.optimizer.step(lr)
+        return {**totals, "grad_norm": grad_norm, "lr": used_lr, "tokens": float(count)}
+
+    def _logprobs(
+        self, tokens: torch.Tensor, mask: torch.Tensor, temperature: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probabilities and entropies [B, S], zero outside the mask. Logits exist at masked-in tokens
+        only.
+        """
+        rows, positions = mask.nonzero(as_tuple=True)
+        hidden = self.model.hidden_states(tokens)[positions - 1, rows]
+        wanted = tokens[rows, positions]
+        logp, entropy = token_logprobs(
+            hidden, self.model.output_weight, wanted, temperature, self.config.logits_bytes
+        )
+        bad = int((~torch.isfinite(logp)).sum())
+        if bad:
+            raise FloatingPointError(f"{bad} of {len(logp)} log-probabilities are not finite")
+        zeros = torch.zeros(mask.shape, dtype=torch.float32, device=mask.device)
+        return zeros.index_put((rows, positions), logp), zeros.index_put((rows, positions), entropy)
+
+    def _check_sequences(self, tokens: torch.Tensor, lengths: torch.Tensor, mask: torch.Tensor) -> None:
+        check_sequences(tokens, lengths, mask)
+        if tokens.shape[1] > self.architecture.max_positions:
+            longest = int(lengths.max())
+            if longest > self.architecture.max_positions:
+                limit = self.architecture.max_positions
+                raise ValueError(f"a sequence has {longest} tokens, the model has {limit} positions")
+        vocab = self.architecture.vocab
+        if bool(((tokens < 0) | (tokens >= vocab)).any()):
+            raise ValueError(
+                f"tokens must lie in [0, {vocab}), got {int(tokens.min())} to {int(tokens.max())}"
+            )
+
+    def _state(self) -> dict[str, torch.Tensor]:
+        return {name: parameter.detach() for name, parameter in self.model.named_parameters()}
+
+    def _identity(self) -> dict[str, object]:
+        return {
+            "architecture": asdict(self.architecture),
+            "dtype": self.config.dtype,
+            "precision_map": self.precision_map.fingerprint,
+        }
+
+
+def _check_precision_map(precision_map: PrecisionMap, architecture: Architecture) -> None:
+    if len(precision_map.layers) != architecture.layers:
+        raise ValueError(
+            f"the precision map has {len(precision_map.layers)} layers, the model has {architecture.layers}"
+        )
+    widths = {"hidden size": architecture.hidden, "expert width": architecture.expert_ffn}
+    for layer, spec in enumerate(precision_map.layers):
+        for name, width in widths.items():
+            if spec.quantized and width % BLOCK:
+                raise ValueError(
+                    f"layer {layer} runs under {spec.name!r}: {BLOCK} must divide the {name}, got {width}"
+                )
+
+
+def _check_finite_inputs(batch: TrainBatch) -> None:
+    parts: Iterable[tuple[str, torch.Tensor]] = (
+        ("old_logp", batch.old_logp[batch.loss_mask]),
+        ("sampler_logp", batch.sampler_logp[batch.loss_mask]),
+        ("advantages", batch.advantages),
+    )
+    for name, values in parts:
+        bad = int((~torch.isfinite(values)).sum())
+        if bad:
+            raise FloatingPointError(f"{bad} of {values.numel()} values of {name} in the loss are not finite")

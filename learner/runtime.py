@@ -1,0 +1,57 @@
+"""Process-wide state that the learner needs: threads, the process group, deterministic algorithms."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+
+from learner.config import LearnerConfig
+from learner.megatron_api import parallel_state
+
+
+def start(config: LearnerConfig) -> torch.device:
+    """Set threads, join a process group of one (gloo on CPU, nccl on CUDA) and Megatron's groups over it.
+
+    What this process already holds is kept. Raises RuntimeError when the device is absent, and ValueError
+    when a process group of another size exists.
+    """
+    device = torch.device(config.device)
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            raise RuntimeError(
+                f"LearnerConfig.device={config.device!r}, but this process sees no CUDA device"
+            )
+        torch.cuda.set_device(device)
+        # Without a fixed workspace cuBLAS refuses to run under deterministic algorithms.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    if not dist.is_initialized():
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    if dist.get_world_size() != 1:
+        raise ValueError(f"the learner runs in one process, found a process group of {dist.get_world_size()}")
+    if not parallel_state.model_parallel_is_initialized():
+        parallel_state.initialize_model_parallel()
+    return device
+
+
+@contextmanager
+def deterministic() -> Iterator[None]:
+    """Run only deterministic algorithms inside, and leave the process as it was."""
+    enabled = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    fill = torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = (
+        False  # a debugging aid that costs a pass over memory
+    )
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
+        torch.utils.deterministic.fill_uninitialized_memory = fill
