@@ -1,0 +1,97 @@
+"""Ray, for one machine: started on the loopback interface, quiet, and gone when the run is.
+
+The environment variables below configure Ray itself (they must be set before it is imported); no numerics here.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+_RAY_ENVIRONMENT = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    # Without this Ray replaces 127.0.0.1 by the machine's outward address and listens there.
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_DEDUP_LOGS": "0",
+}
+# Engines write their logs to the run folder; what they print reaches the terminal only when they fail.
+_ENGINE_ENVIRONMENT = {"DO_NOT_TRACK": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "TOKENIZERS_PARALLELISM": "false"}
+
+
+@contextmanager
+def local_cluster(object_store_mib: int) -> Iterator[None]:
+    """Start a private Ray on 127.0.0.1 and shut it down, with every actor, on the way out."""
+    os.environ.update(_RAY_ENVIRONMENT)
+    import ray
+
+    ray.init(
+        address="local",
+        num_cpus=max(os.cpu_count() or 1, 4),  # actors take turns on the cores: they are not scheduled by them
+        include_dashboard=False,
+        _node_ip_address="127.0.0.1",
+        object_store_memory=object_store_mib * 2**20,
+        log_to_driver=False,
+        logging_level="ERROR",
+    )
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def start_actor(actor_class: Any, name: str, threads: int, log: Path, *args: Any) -> Remote:
+    """Start one Ray actor of the plain class `actor_class`; returns once its constructor is done.
+
+    `threads` is the number of threads of its tensor operations; what it prints goes to the file `log`.
+    """
+    import ray
+
+    environment = _ENGINE_ENVIRONMENT | {"OMP_NUM_THREADS": str(threads), "MINITE_ACTOR_LOG": str(log)}
+    options = {"name": name, "num_cpus": 1, "max_restarts": 0, "runtime_env": {"env_vars": environment}}
+    remote = Remote(ray.remote(actor_class).options(**options).remote(*args))
+    remote.ready()
+    return remote
+
+
+class Remote:
+    """A Ray actor's methods, called as if it were here: ``remote.score(batch)`` waits for the result.
+
+    ``remote.later.score(batch)`` starts the call and returns its reference, which may be passed to another actor
+    (the bytes then go from actor to actor). An error raised in the actor is raised here as the same type.
+    """
+
+    def __init__(self, handle: Any):
+        self._handle = handle
+        self.later = _Later(handle)
+
+    def __getattr__(self, method: str) -> Any:
+        if method.startswith("__"):
+            raise AttributeError(method)
+        return lambda *args, **kwargs: wait(getattr(self._handle, method).remote(*args, **kwargs))
+
+    def __reduce__(self) -> Any:
+        return (Remote, (self._handle,))
+
+
+class _Later:
+    def __init__(self, handle: Any):
+        self._handle = handle
+
+    def __getattr__(self, method: str) -> Any:
+        if method.startswith("__"):
+            raise AttributeError(method)
+        return getattr(self._handle, method).remote
+
+
+def wait(reference: Any) -> Any:
+    """The value of a reference (or of a list of them); the actor's own exception if the call failed."""
+    import ray
+
+    try:
+        return ray.get(reference)
+    except ray.exceptions.RayTaskError as error:
+        raise error.cause from error

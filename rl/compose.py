@@ -1,0 +1,153 @@
+"""Command-line overrides -> `Config`: Hydra composes the groups, pydantic checks names and types.
+
+Every key of a group exists with its dataclass default before any YAML is read, so the files under ``configs/`` hold
+differences only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import MISSING, asdict, fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import TypeAdapter, ValidationError
+
+from learner.config import LearnerConfig
+from rl.config import (
+    AlgorithmConfig,
+    ArithmeticData,
+    Config,
+    EvaluationConfig,
+    FileData,
+    LoggingConfig,
+    ModelConfig,
+    RewardConfig,
+    RunConfig,
+    SpecConfig,
+    SumsData,
+)
+from rl.errors import ConfigError
+from sampler.config import SamplerConfig
+
+CONFIG_DIR = Path(__file__).resolve().parent.parent / "configs"
+
+# group/name -> the dataclass whose defaults stand under that name
+_DEFAULTS: dict[tuple[str, str], type] = {
+    ("run", "defaults"): RunConfig,
+    ("model", "defaults"): ModelConfig,
+    ("spec", "defaults"): SpecConfig,
+    ("learner", "defaults"): LearnerConfig,
+    ("sampler", "defaults"): SamplerConfig,
+    ("algorithm", "defaults"): AlgorithmConfig,
+    ("data", "arithmetic_defaults"): ArithmeticData,
+    ("data", "sums_defaults"): SumsData,
+    ("data", "file_defaults"): FileData,
+    ("reward", "defaults"): RewardConfig,
+    ("evaluation", "defaults"): EvaluationConfig,
+    ("logging", "defaults"): LoggingConfig,
+}
+
+
+def load_config(overrides: list[str]) -> Config:
+    """Compose and check the configuration that `overrides` (Hydra syntax) ask for.
+
+    Raises:
+        ConfigError: unknown key or recipe, missing value, wrong type, or a broken rule; the message names the key.
+    """
+    _register_defaults()
+    GlobalHydra.instance().clear()
+    try:
+        with initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
+            composed = OmegaConf.to_container(compose("config", overrides), resolve=True, throw_on_missing=True)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(_first_line(error)) from error
+    return check_config(composed)
+
+
+def check_config(values: Any) -> Config:
+    """Nested plain mappings (from YAML) -> `Config`. Raises ConfigError naming every wrong key."""
+    try:
+        return TypeAdapter(Config).validate_python(values)
+    except ValidationError as error:
+        raise ConfigError("; ".join(_describe(detail) for detail in error.errors())) from error
+
+
+def to_yaml(config: Config) -> str:
+    """The resolved configuration as YAML text; `check_config(yaml.safe_load(text))` gives `config` back."""
+    return yaml.safe_dump(asdict(config), sort_keys=False)
+
+
+def from_yaml(path: Path, overrides: list[str]) -> Config:
+    """The configuration saved at `path`, changed by `overrides` of the form ``group.key=value``."""
+    saved = OmegaConf.create(yaml.safe_load(path.read_text()))
+    OmegaConf.set_struct(saved, True)
+    try:
+        merged = OmegaConf.merge(saved, OmegaConf.from_dotlist(overrides))
+    except OmegaConfBaseException as error:
+        raise ConfigError(_first_line(error)) from error
+    return check_config(OmegaConf.to_container(merged, resolve=True))
+
+
+def differing_keys(left: Config, right: Config) -> dict[str, tuple[Any, Any]]:
+    """Dotted key -> (value in `left`, value in `right`) wherever two configurations differ."""
+    a, b = _flatten(asdict(left)), _flatten(asdict(right))
+    return {key: (a.get(key), b.get(key)) for key in sorted(a.keys() | b.keys()) if a.get(key) != b.get(key)}
+
+
+def recipes() -> list[str]:
+    """Names that ``+recipe=`` accepts."""
+    return sorted(path.stem for path in (CONFIG_DIR / "recipe").glob("*.yaml"))
+
+
+def _register_defaults() -> None:
+    store = ConfigStore.instance()
+    for (group, name), cls in _DEFAULTS.items():
+        store.store(group=group, name=name, node=_default_values(cls))
+
+
+def _default_values(cls: Any) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for spec in fields(cls):
+        if spec.default is not MISSING:
+            value: Any = spec.default
+        elif spec.default_factory is not MISSING:
+            value = spec.default_factory()
+        else:
+            value = "???"
+        values[spec.name] = asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
+    return {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
+
+
+def _flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, dict) and value:
+            flat |= _flatten(value, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = value
+    return flat
+
+
+def _describe(detail: Any) -> str:
+    key = ".".join(str(part) for part in detail["loc"])
+    match detail["type"]:
+        case "unexpected_keyword_argument" | "extra_forbidden":
+            return f"{key}={detail['input']!r}: no such key"
+        case "missing" | "missing_argument":
+            return f"{key}: a value is needed"
+        case "value_error":
+            return str(detail["ctx"]["error"])
+        case _:
+            return f"{key}={detail['input']!r}: {detail['msg'][0].lower()}{detail['msg'][1:]}"
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__

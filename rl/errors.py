@@ -1,0 +1,19 @@
+"""Errors that a user can mend. The commands print them as one line and exit with status 2."""
+
+from __future__ import annotations
+
+
+class UserError(Exception):
+    """Base of the errors whose message is for the user: what, which value, what was expected."""
+
+
+class ConfigError(UserError):
+    """A configuration key, value or combination that cannot work."""
+
+
+class DataError(UserError):
+    """Input data or a model folder that is missing, empty or malformed."""
+
+
+class SpecMismatch(UserError):
+    """Learner, sampler and weight sync did not resolve the same execution specification."""

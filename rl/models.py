@@ -1,0 +1,107 @@
+"""The initial policy as a Hugging Face checkpoint folder, made where needed and cached by content."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rl.config import ModelConfig
+from rl.errors import DataError
+
+_FORMAT = 1  # raise it when the same settings give other weights
+
+
+def initial_model(config: ModelConfig, tokenizer_folder: Path | None, seed: int, cache: Path) -> Path:
+    """The folder of the policy before any training.
+
+    `tokenizer_folder` goes with a randomly initialised model, whose vocabulary it decides. Raises DataError when
+    the folder or package named by `config` is missing or is not a supported model.
+    """
+    match config.source:
+        case "folder":
+            folder = Path(str(config.path))
+            if not (folder / "config.json").is_file():
+                raise DataError(f"model.path={config.path!r}: no Hugging Face checkpoint there (config.json is missing)")
+            return folder
+        case "random":
+            if tokenizer_folder is None:
+                raise DataError("model.source=random needs data that bring their own vocabulary (data=arithmetic)")
+            return _random_model(config, tokenizer_folder, seed, cache)
+        case "upcycle":
+            return _upcycled_model(config, seed, cache)
+
+
+def cached_folder(cache: Path, kind: str, key: dict[str, Any], make: Callable[[Path], None]) -> Path:
+    """`cache/kind-<hash of key>`, made by `make(folder)` if it is not there; appears whole or not at all."""
+    text = json.dumps({"format": _FORMAT, **key}, sort_keys=True, default=str)
+    folder = cache / f"{kind}-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+    if folder.is_dir():
+        return folder
+    cache.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix=f".{kind}-", dir=cache))
+    try:
+        make(scratch)
+        (scratch / "cache_key.json").write_text(text)
+        os.rename(scratch, folder)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return folder
+
+
+def folder_digest(folder: Path) -> str:
+    """SHA-256 over the names and bytes of the files of a checkpoint folder."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.iterdir()):
+        if path.is_file() and path.name != "cache_key.json":
+            digest.update(path.name.encode())
+            with path.open("rb") as file:
+                digest.update(hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest()
+
+
+def _random_model(config: ModelConfig, tokenizer_folder: Path, seed: int, cache: Path) -> Path:
+    from transformers import AutoTokenizer
+
+    from learner.initialize import initialize
+
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
+    vocabulary = {
+        "vocab_size": len(tokenizer),
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    settings = {"model_type": config.family, **vocabulary, **config.hf_config}
+
+    def make(folder: Path) -> None:
+        initialize(folder, settings, seed)
+        for file in tokenizer_folder.iterdir():
+            shutil.copy(file, folder)
+
+    key = {"settings": settings, "tokenizer": folder_digest(tokenizer_folder), "seed": seed}
+    return _refuse_bad_model(lambda: cached_folder(cache, "random", key, make))
+
+
+def _upcycled_model(config: ModelConfig, seed: int, cache: Path) -> Path:
+    from learner.upcycle import upcycle
+
+    def make(folder: Path) -> None:
+        upcycle(str(config.path), folder, experts=config.experts, noise=config.noise, seed=seed)
+
+    settings = asdict(config)
+    key = {name: settings[name] for name in ("path", "experts", "noise")} | {"seed": seed}
+    return _refuse_bad_model(lambda: cached_folder(cache, "upcycled", key, make))
+
+
+def _refuse_bad_model(make: Callable[[], Path]) -> Path:
+    try:
+        return make()
+    except (ValueError, FileNotFoundError, ModuleNotFoundError) as error:
+        raise DataError(f"model: {error}") from error

@@ -1,0 +1,29 @@
+"""Wall-clock time of the stages of an iteration."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class Stages:
+    """``with stages("update"): ...`` adds the elapsed seconds to time/update; a stage may be entered repeatedly."""
+
+    def __init__(self) -> None:
+        self._started = time.perf_counter()
+        self._seconds: defaultdict[str, float] = defaultdict(float)
+
+    @contextmanager
+    def __call__(self, stage: str) -> Iterator[None]:
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._seconds[stage] += time.perf_counter() - started
+
+    def metrics(self) -> dict[str, float]:
+        """time/<stage> in seconds, and time/iteration since this object was made."""
+        total = time.perf_counter() - self._started
+        return {f"time/{stage}": seconds for stage, seconds in self._seconds.items()} | {"time/iteration": total}

@@ -1,0 +1,83 @@
+"""Rules that cross the sections of a configuration, checked before any engine starts (design: configuration fails
+early). Each failure is a ConfigError naming the key, its value and the rule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from kernels.catalogue import named_spec
+from kernels.precision_map import PrecisionMap
+from kernels.quantize import BLOCK
+from kernels.spec import ExecutionSpec
+from learner.families.architecture import Architecture
+from rl.config import Config, SpecConfig
+from rl.errors import ConfigError
+
+
+def resolve_specs(config: SpecConfig) -> tuple[ExecutionSpec, ExecutionSpec]:
+    """The execution specifications of the learner and of the sampler. Raises ConfigError."""
+    specs = []
+    for side in ("learner", "sampler"):
+        try:
+            specs.append(named_spec(config.name, getattr(config, side)))
+        except ValueError as error:
+            raise ConfigError(f"spec ({side}): {error}") from error
+    return specs[0], specs[1]
+
+
+def resolve_maps(config: SpecConfig, layers: int) -> tuple[PrecisionMap, PrecisionMap]:
+    """The precision maps of the learner and of the sampler for a model of `layers` layers. Raises ConfigError."""
+    try:
+        learner, sampler = (
+            PrecisionMap.resolve(layers, spec, config.first_layers_bf16, config.last_layers_bf16)
+            for spec in resolve_specs(config)
+        )
+    except ValueError as error:
+        raise ConfigError(f"spec: {error}") from error
+    return learner, sampler
+
+
+def check_against_model(config: Config, model: Architecture) -> None:
+    """Raise ConfigError unless the model fits the specification, the layout and the engines' limits."""
+    problems = list(_model_problems(config, model))
+    if problems:
+        raise ConfigError("; ".join(problems))
+
+
+def _model_problems(config: Config, model: Architecture) -> Iterator[str]:
+    if any(spec.quantized for spec in resolve_specs(config.spec)):
+        for width, value in (("hidden size", model.hidden), ("expert FFN width", model.expert_ffn)):
+            if value % BLOCK:
+                yield f"spec.name={config.spec.name}: the model's {width} {value} is not a multiple of {BLOCK}"
+    if model.experts % config.learner.expert_parallel:
+        yield (
+            f"learner.expert_parallel={config.learner.expert_parallel} does not divide the model's"
+            f" {model.experts} experts"
+        )
+    if config.sampler.max_model_len > model.max_positions:
+        yield (
+            f"sampler.max_model_len={config.sampler.max_model_len} is more than the model's"
+            f" {model.max_positions} positions"
+        )
+    room = config.sampler.max_model_len - config.algorithm.sampling.max_tokens
+    if room < 1:
+        yield (
+            f"algorithm.sampling.max_tokens={config.algorithm.sampling.max_tokens} leaves no room for a prompt in"
+            f" sampler.max_model_len={config.sampler.max_model_len}"
+        )
+    if config.learner.micro_batch_tokens < config.sampler.max_model_len:
+        yield (
+            f"learner.micro_batch_tokens={config.learner.micro_batch_tokens} is less than"
+            f" sampler.max_model_len={config.sampler.max_model_len}: the longest sequence must fit"
+        )
+    if config.learner.dtype != config.sampler.dtype and not config.spec.allow_difference:
+        yield (
+            f"learner.dtype={config.learner.dtype} and sampler.dtype={config.sampler.dtype} differ;"
+            " spec.allow_difference=true asks for that"
+        )
+
+
+def prompt_limit(config: Config) -> int:
+    """Most tokens that a prompt may have."""
+    return config.sampler.max_model_len - config.algorithm.sampling.max_tokens
