@@ -9,7 +9,7 @@ from __future__ import annotations
 import warnings
 
 with warnings.catch_warnings():
-    warnings.filterwarnings("ignore", message=".*Apex is not installed", category=UserWarning)
+    warnings.filterwarnings("ignore", message=".*Apex (is|are) not installed", category=UserWarning)
     warnings.filterwarnings("ignore", category=DeprecationWarning)
     from megatron.core import parallel_state
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding

@@ -119,9 +119,13 @@ class Experts(MegatronModule):
         )
         return output, None
 
-    def quantized(self) -> ExpertWeights:
-        """The present weights under the execution spec: the very tensors that `forward` uses."""
-        return self._current()[0]
+    def quantized(self, spec: ExecutionSpec) -> ExpertWeights:
+        """The present weights under `spec`: the very tensors that `forward` uses when it is the layer's
+        own.
+        """
+        if spec == self.execution_spec:
+            return self._current()[0]
+        return ExpertWeights.quantize(self.weight1, self.weight2, spec)
 
     def _current(self) -> tuple[ExpertWeights, PreparedExperts]:
         # Every in-place write raises a tensor's version, and moving a parameter changes its address. Writes

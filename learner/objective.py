@@ -39,10 +39,10 @@ def policy_loss(
     new_logp, old_logp, sampler_logp: float32 [B, S]; advantages: float32 [B]; mask: bool [B, S]; denominator:
     tokens in the loss mask of the whole mini-batch. Values outside the mask are never read.
 
-    Returns a 0-dimensional loss, and 0-dimensional sums which, divided by the tokens in the mask, give:
-    `ratio`, `kl` (k3 estimate of KL(old || new)), `clip_low` and `clip_high` (share of tokens whose
-    gradient that bound removes), `tis_weight` and `tis_clip` (share of tokens whose weight is cut to the
-    cap).
+    Returns a 0-dimensional loss, and 0-dimensional sums that become what they are called when divided by the
+    tokens in the mask: `ratio_mean`, `approx_kl` (k3 estimate of KL(old || new)), `clip_low_share` and
+    `clip_high_share` (tokens whose gradient that bound removes), `tis_weight_mean`, `tis_clip_share` (tokens
+    whose weight is cut to the cap).
     """
     new, old, sampler = new_logp[mask], old_logp[mask], sampler_logp[mask]
     advantage = advantages.unsqueeze(1).expand_as(mask)[mask]
@@ -62,12 +62,12 @@ def policy_loss(
 
     with torch.no_grad():
         sums = {
-            "ratio": ratio.sum(),
-            "kl": (ratio - 1 - log_ratio).sum(),
-            "clip_low": ((ratio < lower) & (advantage < 0)).sum(),
-            "clip_high": ((ratio > upper) & (advantage > 0)).sum(),
-            "tis_weight": weight.sum(),
-            "tis_clip": tis_clip.sum(),
+            "ratio_mean": ratio.sum(),
+            "approx_kl": (ratio - 1 - log_ratio).sum(),
+            "clip_low_share": ((ratio < lower) & (advantage < 0)).sum(),
+            "clip_high_share": ((ratio > upper) & (advantage > 0)).sum(),
+            "tis_weight_mean": weight.sum(),
+            "tis_clip_share": tis_clip.sum(),
         }
     return -(weight * surrogate).sum() / denominator, sums
 

@@ -57,6 +57,8 @@ class Optimizer:
         for group in self.adamw.param_groups:
             group["lr"] = lr
         self.adamw.step()
+        # The fused kernel writes without telling autograd, on whose version numbers caches of weights rely.
+        torch.autograd.graph.increment_version(self.masters.values())
         self.zero_grad()
         self._round_masters()
         self.steps += 1

@@ -130,18 +130,20 @@ class Policy:
 
         return self._step(batch, 1.0, loss, lr)["loss"]
 
-    def export(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def export(self, precision_map: PrecisionMap | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         """Every weight by the name under which it travels to a sampler.
 
         Tensors outside the experts carry their Hugging Face checkpoint names, in the model's type; a tied
-        output layer is left out. Expert tensors carry `kernels.experts.wire_name`, as the forward pass uses
-        them. They are
-        views where possible: valid until the next update.
+        output layer is left out. Expert tensors carry `kernels.experts.wire_name`: the very ones that the
+        forward pass uses, or, in layers where the sampler's `precision_map` asks for another spec, the
+        masters under that spec. All are views where possible: valid until the next update.
         """
+        target = precision_map or self.precision_map
+        _check_precision_map(target, self.architecture)
         outside = [rule for rule in self.rules if not is_expert(rule.megatron)]
         yield from convert.to_hf(self._state(), outside)
         for layer, experts in enumerate(self.model.experts()):
-            for part, tensor in experts.quantized().tensors().items():
+            for part, tensor in experts.quantized(target.spec_for(layer)).tensors().items():
                 yield wire_name(layer, part), tensor
 
     def save_hf(self, folder: str | Path) -> None:

@@ -48,10 +48,9 @@ class Family:
     down: str
 
 
-# Configuration keys that say nothing about the function a model computes, or only about training features
-# that this package does not use (dropout, auxiliary losses and jitter are refused by value in
-# `refuse_unsupported`).
+# Configuration keys that say nothing about the function that a model computes.
 _NEUTRAL = frozenset(PretrainedConfig().to_dict()) | {
+    "_model_name_or_path",
     "auto_map",
     "bos_token_id",
     "eos_token_id",
@@ -59,6 +58,7 @@ _NEUTRAL = frozenset(PretrainedConfig().to_dict()) | {
     "pad_token_id",
     "router_aux_loss_coef",
     "torch_dtype",
+    "unk_token_id",
     "use_cache",
 }
 

@@ -1,0 +1,86 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from learner.batch import TrainBatch, check_sequences, cut
+
+
+def make_batch(lengths: list[int]) -> TrainBatch:
+    count, width = len(lengths), max(lengths)
+    tokens = torch.arange(count * width).view(count, width)
+    tensor = torch.tensor(lengths)
+    mask = (torch.arange(width) >= 1) & (torch.arange(width) < tensor[:, None])
+    logp = torch.arange(float(count * width)).view(count, width)
+    return TrainBatch(tokens, tensor, mask, logp, logp + 0.5, torch.arange(float(count)))
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=30), st.integers(40, 200))
+def test_every_row_is_in_one_micro_batch_that_fits(lengths: list[int], limit: int) -> None:
+    groups = cut(torch.tensor(lengths), limit)
+    assert sorted(torch.cat(groups).tolist()) == list(range(len(lengths)))
+    for group in groups:
+        assert len(group) * max(lengths[row] for row in group.tolist()) <= limit
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=30), st.integers(40, 200))
+def test_a_micro_batch_is_closed_only_when_the_next_row_does_not_fit(lengths: list[int], limit: int) -> None:
+    groups = cut(torch.tensor(lengths), limit)
+    for group in groups[:-1]:
+        assert (len(group) + 1) * max(lengths[row] for row in group.tolist()) > limit
+
+
+def test_a_sequence_longer_than_a_micro_batch_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"17 tokens .* micro_batch_tokens=16"):
+        cut(torch.tensor([3, 17]), 16)
+
+
+def test_micro_batches_hold_the_rows_cropped_to_the_longest() -> None:
+    batch = make_batch([3, 8, 2, 5])
+    parts = batch.micro_batches(10)
+    assert [part.lengths.tolist() for part in parts] == [[8], [5, 3], [2]]
+    second = parts[1]
+    assert torch.equal(second.tokens, batch.tokens[[3, 0], :5])
+    assert torch.equal(second.loss_mask, batch.loss_mask[[3, 0], :5])
+    assert torch.equal(second.sampler_logp, batch.sampler_logp[[3, 0], :5])
+    assert torch.equal(second.old_logp, batch.old_logp[[3, 0], :5])
+    assert second.advantages.tolist() == [3.0, 0.0]
+    assert sum(part.response_tokens for part in parts) == batch.response_tokens == 2 + 7 + 1 + 4
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("tokens", torch.zeros(2, 4), "tokens must be torch.int64"),
+        ("tokens", torch.zeros(8, dtype=torch.int64), "tokens must have shape"),
+        ("lengths", torch.tensor([4]), "lengths must be torch.int64"),
+        ("lengths", torch.tensor([4, 0]), r"lengths must lie in \[1, 4\]"),
+        ("lengths", torch.tensor([4, 5]), r"lengths must lie in \[1, 4\]"),
+        ("loss_mask", torch.zeros(2, 4), "loss_mask must be torch.bool"),
+        ("loss_mask", torch.tensor([[False] * 4, [False, False, False, True]]), "beyond the length"),
+        ("loss_mask", torch.tensor([[True] * 4, [False] * 4]), "first token"),
+        ("sampler_logp", torch.zeros(2, 3), "sampler_logp must be torch.float32"),
+        ("old_logp", torch.zeros(2, 4, dtype=torch.float64), "old_logp must be torch.float32"),
+        ("advantages", torch.zeros(2, 4), "advantages must be torch.float32"),
+    ],
+)
+def test_parts_that_do_not_fit_are_refused(field: str, value: torch.Tensor, message: str) -> None:
+    parts = {
+        "tokens": torch.zeros(2, 4, dtype=torch.int64),
+        "lengths": torch.tensor([4, 3]),
+        "loss_mask": torch.zeros(2, 4, dtype=torch.bool),
+        "sampler_logp": torch.zeros(2, 4),
+        "old_logp": torch.zeros(2, 4),
+        "advantages": torch.zeros(2),
+    }
+    TrainBatch(**parts)
+    with pytest.raises(ValueError, match=message):
+        TrainBatch(**{**parts, field: value})
+
+
+def test_an_empty_batch_of_sequences_is_consistent() -> None:
+    check_sequences(
+        torch.zeros(0, 4, dtype=torch.int64), torch.zeros(0, dtype=torch.int64), torch.zeros(0, 4) > 0
+    )

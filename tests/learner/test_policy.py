@@ -1,0 +1,288 @@
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from kernels.digest import tensor_digest
+from kernels.experts import ExpertWeights, wire_name
+from learner.batch import TrainBatch
+from learner.config import ObjectiveConfig
+from learner.folders import read_state
+from learner.policy import Policy
+from tests.learner.conftest import LAYERS, VOCAB, MakeFolder, Sequences, config, precision_map
+
+OBJECTIVE = ObjectiveConfig()
+
+
+def make_policy(folder: Path, spec: str = "fp32", **changes: object) -> Policy:
+    return Policy(folder, precision_map(spec), config(**changes), seed=0)
+
+
+def make_batch(policy: Policy, sequences: Sequences, temperature: float = 1.0) -> TrainBatch:
+    """Log-probabilities away from the policy's, so that both clips and the truncation happen."""
+    old = policy.score(*sequences, temperature).logp
+    generator = torch.Generator().manual_seed(5)
+    noise = [0.4 * torch.randn(old.shape, generator=generator) for _ in range(2)]
+    advantages = torch.randn(len(old), generator=generator)
+    return TrainBatch(*sequences, old + noise[0], old + noise[1], advantages)
+
+
+def weights(policy: Policy) -> dict[str, torch.Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in policy.model.named_parameters()}
+
+
+def gradients(policy: Policy, batch: TrainBatch) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
+    """Metrics of an update, and the gradient that reached the optimiser."""
+    found: dict[str, torch.Tensor] = {}
+    step = policy.optimizer.step
+
+    def record(lr: float | None = None) -> tuple[float, float]:
+        found.update({name: m.grad.clone() for name, m in policy.optimizer.masters.items()})
+        return step(lr)
+
+    policy.optimizer.step = record
+    try:
+        return policy.update(batch, OBJECTIVE, 1.0), found
+    finally:
+        del policy.optimizer.step
+
+
+def test_scores_agree_with_float64(model_folder: MakeFolder, sequences: Sequences) -> None:
+    policy = make_policy(model_folder("qwen3_moe"))
+    tokens, _, mask = sequences
+    scores = policy.score(*sequences, temperature=0.7)
+    logits = policy.model.hidden_states(tokens).double() @ policy.model.output_weight.double().T
+    before = torch.distributions.Categorical(logits=logits.transpose(0, 1)[:, :-1] / 0.7)
+    rows, positions = mask.nonzero(as_tuple=True)
+    expected_logp = before.log_prob(tokens[:, 1:])[rows, positions - 1]
+    expected_entropy = before.entropy()[rows, positions - 1]
+    torch.testing.assert_close(scores.logp[mask].double(), expected_logp, rtol=0, atol=1e-5)
+    torch.testing.assert_close(scores.entropy[mask].double(), expected_entropy, rtol=0, atol=1e-5)
+    assert scores.logp.dtype == scores.entropy.dtype == torch.float32
+    assert not scores.logp[~mask].any() and not scores.entropy[~mask].any()
+
+
+@pytest.mark.parametrize("spec", ["fp32", "minite"])
+def test_scores_do_not_depend_on_padding_or_company(
+    model_folder: MakeFolder, sequences: Sequences, spec: str
+) -> None:
+    policy = make_policy(model_folder("qwen3_moe"), spec)
+    tokens, lengths, mask = sequences
+    together = policy.score(tokens, lengths, mask, 1.0).logp
+    other = tokens.where(torch.arange(12) < lengths[:, None], (tokens + 7) % VOCAB)
+    assert torch.equal(policy.score(other, lengths, mask, 1.0).logp, together)
+    for row, length in enumerate(lengths.tolist()):
+        part = (slice(row, row + 1), slice(0, length))
+        alone = policy.score(tokens[part], lengths[row : row + 1], mask[part], 1.0).logp
+        torch.testing.assert_close(alone[0], together[row, :length], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+def test_loss_and_gradient_do_not_depend_on_micro_batches(
+    model_folder: MakeFolder, sequences: Sequences, family: str
+) -> None:
+    results = []
+    for micro_batch_tokens in (1000, 30, 12):
+        policy = make_policy(model_folder(family), micro_batch_tokens=micro_batch_tokens)
+        results.append(gradients(policy, make_batch(policy, sequences)))
+        calls = policy.report().expert_calls
+    assert calls == 2 * LAYERS * 5  # the last one cut the six sequences into five, for score and update
+    metrics, reference = results[0]
+    assert metrics["clip_low_share"] + metrics["clip_high_share"] > 0 < metrics["tis_clip_share"]
+    assert metrics["tokens"] == sequences[2].sum()
+    for other_metrics, other in results[1:]:
+        assert other_metrics == pytest.approx(metrics, rel=2e-6)
+        for name, gradient in reference.items():
+            assert (other[name] - gradient).norm() <= 2e-6 * gradient.norm(), name
+
+
+def test_update_follows_the_gradient_of_the_objective(model_folder: MakeFolder, sequences: Sequences) -> None:
+    """Central differences of the loss along the gradient, with the weights moved by hand."""
+    policy = make_policy(model_folder("mixtral"), grad_clip=0.0, lr=1e-12)
+    batch = make_batch(policy, sequences)
+    _, gradient = gradients(policy, batch)
+    start = weights(policy)
+    size = 1e-3 / torch.stack([g.norm() for g in gradient.values()]).norm()
+    losses = []
+    for sign in (1, -1):
+        with torch.no_grad():
+            for name, parameter in policy.model.named_parameters():
+                parameter.copy_(start[name] + sign * size * gradient[name])
+        losses.append(policy.update(batch, OBJECTIVE, 1.0)["loss"])
+    slope = (losses[0] - losses[1]) / 2
+    assert slope == pytest.approx(1e-3 * (1e-3 / size).item(), rel=0.02)
+
+
+def test_first_update_on_fresh_scores_has_ratio_one(model_folder: MakeFolder, sequences: Sequences) -> None:
+    policy = make_policy(model_folder("qwen3_moe"), "minite")
+    temperature = 0.6
+    old = policy.score(*sequences, temperature).logp
+    batch = TrainBatch(*sequences, old, old, torch.ones(len(old)))
+    metrics = policy.update(batch, OBJECTIVE, temperature)
+    assert metrics["ratio_mean"] == pytest.approx(1, abs=1e-6)
+    assert metrics["loss"] == pytest.approx(-1, abs=1e-6)
+    assert metrics["approx_kl"] == pytest.approx(0, abs=1e-6)
+    assert metrics["clip_low_share"] == metrics["clip_high_share"] == metrics["tis_clip_share"] == 0
+    assert metrics["lr"] == 1e-3 and metrics["grad_norm"] > 0 and policy.steps == 1
+
+
+def test_update_raises_the_probability_of_what_was_good(
+    model_folder: MakeFolder, sequences: Sequences
+) -> None:
+    policy = make_policy(model_folder("qwen3_moe"), "minite")
+    old = policy.score(*sequences, 1.0).logp
+    advantages = torch.tensor([1.0, -1.0, 1.0, -1.0, 0.0, 1.0])
+    policy.update(TrainBatch(*sequences, old, old, advantages), OBJECTIVE, 1.0)
+    change = (policy.score(*sequences, 1.0).logp - old).sum(1)
+    assert (change * advantages).sum() > 0.1
+
+
+@pytest.mark.parametrize(
+    ("spec", "dtype"), [("minite", "float32"), ("minite", "bfloat16"), ("fp32", "float32")]
+)
+def test_supervised_steps_lower_the_loss(
+    model_folder: MakeFolder, sequences: Sequences, spec: str, dtype: str
+) -> None:
+    policy = make_policy(model_folder("qwen3_moe"), spec, dtype=dtype)
+    mask = sequences[2]
+    expected = -policy.score(*sequences, 1.0).logp[mask].mean().item()
+    losses = [policy.supervised_step(*sequences, lr=3e-3) for _ in range(4)]
+    assert losses[0] == pytest.approx(expected, rel=1e-5)
+    assert losses[0] > losses[1] > losses[2] > losses[3]
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+def test_poison_outside_the_mask_is_harmless(
+    model_folder: MakeFolder, sequences: Sequences, poison: float
+) -> None:
+    mask = sequences[2]
+    results = []
+    for outside in (0.0, poison):
+        policy = make_policy(model_folder("mixtral"))
+        batch = make_batch(policy, sequences)
+        changes = {name: getattr(batch, name).where(mask, outside) for name in ("old_logp", "sampler_logp")}
+        metrics = policy.update(dataclasses.replace(batch, **changes), OBJECTIVE, 1.0)
+        results.append((metrics, weights(policy)))
+    assert results[0][0] == results[1][0]
+    assert all(torch.equal(w, results[1][1][name]) for name, w in results[0][1].items())
+
+
+@pytest.mark.parametrize("field", ["old_logp", "sampler_logp", "advantages"])
+def test_inputs_that_are_not_finite_stop_the_update(
+    model_folder: MakeFolder, sequences: Sequences, field: str
+) -> None:
+    policy = make_policy(model_folder("mixtral"))
+    batch = make_batch(policy, sequences)
+    before = weights(policy)
+    getattr(batch, field).view(-1)[2] = float("nan")
+    with pytest.raises(FloatingPointError, match=rf"1 of \d+ values of {field}"):
+        policy.update(batch, OBJECTIVE, 1.0)
+    assert all(torch.equal(w, before[name]) for name, w in weights(policy).items())
+
+
+def test_log_probabilities_that_are_not_finite_are_counted(
+    model_folder: MakeFolder, sequences: Sequences
+) -> None:
+    policy = make_policy(model_folder("mixtral"))
+    batch = make_batch(policy, sequences)
+    before = weights(policy)
+    with torch.no_grad():
+        policy.model.output_layer.weight[0, 0] = float("nan")
+    count = int(sequences[2].sum())
+    with pytest.raises(FloatingPointError, match=f"{count} of {count} log-probabilities"):
+        policy.score(*sequences, 1.0)
+    with pytest.raises(FloatingPointError, match=f"{count} of {count} log-probabilities"):
+        policy.update(batch, OBJECTIVE, 1.0)
+    with torch.no_grad():
+        policy.model.output_layer.weight.copy_(before["output_layer.weight"])
+    assert all(torch.equal(w, before[name]) for name, w in weights(policy).items())
+    # What a failed update left behind does not leak into the next.
+    fresh = make_policy(model_folder("mixtral"))
+    assert policy.update(batch, OBJECTIVE, 1.0) == fresh.update(batch, OBJECTIVE, 1.0)
+
+
+def test_sequences_that_do_not_fit_the_model_are_refused(
+    model_folder: MakeFolder, sequences: Sequences
+) -> None:
+    policy = make_policy(model_folder("mixtral"))
+    tokens, lengths, mask = sequences
+    with pytest.raises(ValueError, match=rf"tokens must lie in \[0, {VOCAB}\)"):
+        policy.score(tokens + VOCAB, lengths, mask, 1.0)
+    with pytest.raises(ValueError, match="has 65 tokens, the model has 64 positions"):
+        policy.score(torch.zeros(1, 65, dtype=torch.int64), torch.tensor([65]), torch.zeros(1, 65) > 0, 1.0)
+    with pytest.raises(ValueError, match="no token in its loss mask"):
+        policy.supervised_step(tokens, lengths, torch.zeros_like(mask))
+
+
+def test_a_precision_map_that_does_not_fit_is_refused(model_folder: MakeFolder) -> None:
+    with pytest.raises(ValueError, match="has 2 layers, the model has 1"):
+        make_policy(model_folder("mixtral", num_hidden_layers=1))
+    with pytest.raises(ValueError, match=r"'minite': 16 must divide the expert width, got 40"):
+        make_policy(model_folder("mixtral", intermediate_size=40), "minite")
+
+
+@pytest.mark.parametrize("spec", ["minite", "minite_expert", "bf16", "fp32"])
+def test_export_holds_the_masters_under_the_spec(
+    model_folder: MakeFolder, sequences: Sequences, spec: str
+) -> None:
+    policy = make_policy(model_folder("qwen3_moe"), spec)
+    policy.supervised_step(*sequences)
+    exported = dict(policy.export())
+    for layer, execution_spec in enumerate(policy.precision_map.layers):
+        prefix = f"decoder.layers.{layer}.mlp.experts.weight"
+        masters = (weights(policy)[f"{prefix}1"], weights(policy)[f"{prefix}2"])
+        for part, tensor in ExpertWeights.quantize(*masters, execution_spec).tensors().items():
+            assert tensor_digest(exported.pop(wire_name(layer, part))) == tensor_digest(tensor)
+    outside = {n: t for n, t in read_state(policy.model_dir).items() if ".experts." not in n}
+    assert {n: (t.shape, t.dtype) for n, t in exported.items()} == {
+        n: (t.shape, t.dtype) for n, t in outside.items()
+    }
+
+
+def test_export_under_the_map_of_a_sampler_that_differs(model_folder: MakeFolder) -> None:
+    policy = make_policy(model_folder("qwen3_moe"), "minite")
+    other = make_policy(model_folder("qwen3_moe"), "minite_expert")
+    asked, own = dict(policy.export(other.precision_map)), dict(other.export())
+    assert asked.keys() == own.keys()
+    assert all(tensor_digest(tensor) == tensor_digest(own[name]) for name, tensor in asked.items())
+
+
+def test_a_tied_output_layer_is_not_exported(model_folder: MakeFolder) -> None:
+    names = dict(make_policy(model_folder("mixtral", tie_word_embeddings=True)).export())
+    assert "model.embed_tokens.weight" in names and "lm_head.weight" not in names
+
+
+_FRESH_PROCESS = """
+import sys
+from pathlib import Path
+import torch
+torch.set_num_threads(int(sys.argv[2]))
+from tests.learner import test_policy
+print(test_policy.fingerprint(Path(sys.argv[1])))
+"""
+
+
+def fingerprint(folder: Path) -> str:
+    """Of the scores and weights after an update."""
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(0, VOCAB, (6, 12), generator=generator)
+    mask = torch.ones(6, 12, dtype=torch.bool)
+    mask[:, :2] = False
+    sequences = (tokens, torch.full((6,), 12), mask)
+    policy = make_policy(folder, "minite")
+    policy.update(make_batch(policy, sequences), OBJECTIVE, 1.0)
+    state = {**weights(policy), "logp": policy.score(*sequences, 1.0).logp}
+    return hashlib.sha256("".join(tensor_digest(state[name]) for name in sorted(state)).encode()).hexdigest()
+
+
+def test_a_fresh_process_computes_the_same_bits(model_folder: MakeFolder) -> None:
+    folder = model_folder("qwen3_moe")
+    arguments = [sys.executable, "-c", _FRESH_PROCESS, str(folder), str(torch.get_num_threads())]
+    other = subprocess.run(arguments, check=True, capture_output=True, text=True)
+    assert other.stdout.split()[-1] == fingerprint(folder)
