@@ -25,4 +25,4 @@ def decode_packed(packed: torch.Tensor) -> torch.Tensor:
     every_byte = torch.arange(256, dtype=torch.uint8, device=packed.device)
     pairs = codec_e2m1.decode(unpack(every_byte[:, None]), torch.bfloat16).view(torch.int32).flatten()
     found = pairs.index_select(0, packed.flatten().int())
-    return found.view(torch.bfloat16).view(*packed.shape[:-1], -1)
+    return found.view(torch.bfloat16).view(*packed.shape[:-1], 2 * packed.shape[-1])

@@ -102,7 +102,7 @@ def _quantize(x: torch.Tensor, spec: ExecutionSpec, shared_scale: bool, what: st
     x = x.detach().to(torch.bfloat16).contiguous()
     # The bit patterns of non-negative BF16 numbers are ordered as their values are, and NaN comes last.
     magnitude_bits = x.view(torch.int16) & 0x7FFF
-    block_amax = magnitude_bits.view(rows, -1, BLOCK).amax(-1).view(torch.bfloat16).float()
+    block_amax = magnitude_bits.view(rows, width // BLOCK, BLOCK).amax(-1).view(torch.bfloat16).float()
     _refuse_non_finite(x, block_amax, what)
 
     # A tensor, because on a GPU torch turns division by a number into a product with its reciprocal.
@@ -116,7 +116,7 @@ def _quantize(x: torch.Tensor, spec: ExecutionSpec, shared_scale: bool, what: st
     zero_block = block_scales == 0
     step = (codec_e4m3.decode(block_scales) * outer).masked_fill_(zero_block, 1.0)
     codes = _encode_elements(x, step)
-    codes.view(rows, -1, BLOCK // 2).masked_fill_(zero_block.unsqueeze(-1), 0)
+    codes.view(rows, width // BLOCK, BLOCK // 2).masked_fill_(zero_block.unsqueeze(-1), 0)
     return QuantizedTensor(codes, block_scales, outer)
 
 
