@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -189,7 +189,7 @@ class Policy:
         count = batch.response_tokens
         if count == 0:
             raise ValueError("the batch has no token in its loss mask")
-        totals: Counter[str] = Counter()
+        totals: defaultdict[str, float] = defaultdict(float)
         self.optimizer.zero_grad()
         with deterministic():
             for part in batch.micro_batches(self.config.micro_batch_tokens):

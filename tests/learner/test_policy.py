@@ -87,19 +87,21 @@ def test_scores_do_not_depend_on_padding_or_company(
 def test_loss_and_gradient_do_not_depend_on_micro_batches(
     model_folder: MakeFolder, sequences: Sequences, family: str
 ) -> None:
+    batch = make_batch(make_policy(model_folder(family)), sequences)
     results = []
-    for micro_batch_tokens in (1000, 30, 12):
+    for micro_batch_tokens, parts in ((1000, 1), (30, 3), (12, 5)):
         policy = make_policy(model_folder(family), micro_batch_tokens=micro_batch_tokens)
-        results.append(gradients(policy, make_batch(policy, sequences)))
-        calls = policy.report().expert_calls
-    assert calls == 2 * LAYERS * 5  # the last one cut the six sequences into five, for score and update
+        results.append(gradients(policy, batch))
+        assert policy.report().expert_calls == parts * LAYERS
     metrics, reference = results[0]
     assert metrics["clip_low_share"] + metrics["clip_high_share"] > 0 < metrics["tis_clip_share"]
     assert metrics["tokens"] == sequences[2].sum()
     for other_metrics, other in results[1:]:
-        assert other_metrics == pytest.approx(metrics, rel=2e-6)
+        assert other_metrics == pytest.approx(metrics, rel=1e-6)
+        difference = torch.stack([(other[name] - gradient).norm() for name, gradient in reference.items()])
+        assert difference.norm() < 1e-6 * metrics["grad_norm"]
         for name, gradient in reference.items():
-            assert (other[name] - gradient).norm() <= 2e-6 * gradient.norm(), name
+            assert (other[name] - gradient).norm() < 5e-6 * gradient.norm(), name
 
 
 def test_update_follows_the_gradient_of_the_objective(model_folder: MakeFolder, sequences: Sequences) -> None:
