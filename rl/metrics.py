@@ -1,0 +1,230 @@
+"""The table of metrics: every number that a run records has its name, meaning, unit and reducer here.
+
+A name that is not in the table is refused, so that terminal, metrics.jsonl, W&B and report can never
+disagree. `volatile` marks what depends on the machine's mood (time, rate, memory): every other metric of an
+interrupted and resumed run equals that of the run that was not interrupted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from numbers import Integral, Real
+from types import MappingProxyType
+
+
+class Reducer(StrEnum):
+    """How the values of one step become the value of that step."""
+
+    ONCE = "once"  # a statistic of all tokens of the step at once; several values cannot be combined
+    LAST = "last"
+    MEAN = "mean"
+    TOKEN_MEAN = "token_mean"  # mean weighted by tokens
+    SUM = "sum"
+    MAX = "max"
+    MIN = "min"
+
+
+class UnknownMetric(ValueError):
+    """A name that the table does not have."""
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One row of the table. `unit` is empty for pure numbers; shares and rates lie in [0, 1]."""
+
+    name: str
+    meaning: str
+    unit: str
+    reducer: Reducer
+    section: str
+    volatile: bool = False
+    finite: bool = True  # False: infinity and NaN are recorded instead of refused
+
+
+ONCE, LAST, MEAN, TOKEN_MEAN, SUM, MAX = (
+    Reducer.ONCE,
+    Reducer.LAST,
+    Reducer.MEAN,
+    Reducer.TOKEN_MEAN,
+    Reducer.SUM,
+    Reducer.MAX,
+)
+
+# section -> rows of (name, reducer, unit, meaning). The gap of a token is its log-probability under the
+# learner before the update minus that under the sampler; the ratio is its exponential.
+_TABLE: dict[str, list[tuple[str, Reducer, str, str]]] = {
+    "reward": [
+        ("reward/mean", MEAN, "", "mean reward of the sampled responses, before groups are filtered"),
+        (
+            "reward/error_rate",
+            MEAN,
+            "share",
+            "responses whose verifier failed or timed out (not: were wrong)",
+        ),
+    ],
+    "held_out": [
+        ("held_out/reward", MEAN, "", "mean reward on the held-out problems"),
+        ("held_out/accuracy", MEAN, "share", "held-out responses that are right"),
+        ("held_out/error_rate", MEAN, "share", "held-out responses whose verifier failed or timed out"),
+        ("held_out/length_mean", MEAN, "tokens", "mean length of the held-out responses"),
+        ("held_out/truncated", MEAN, "share", "held-out responses cut off at the token limit"),
+    ],
+    "groups": [
+        ("groups/kept", SUM, "groups", "groups that went into the update"),
+        ("groups/drawn", SUM, "groups", "groups that were sampled"),
+        ("groups/rounds", SUM, "rounds", "rounds of sampling until enough groups were kept"),
+        ("groups/dropped_constant", SUM, "groups", "groups dropped because all rewards were equal"),
+        ("groups/dropped_error", SUM, "groups", "groups dropped because a verifier failed"),
+    ],
+    "response": [
+        ("response/length_mean", MEAN, "tokens", "mean length of the sampled responses"),
+        ("response/length_max", MAX, "tokens", "longest sampled response"),
+        ("response/truncated", MEAN, "share", "responses cut off at the token limit"),
+    ],
+    "gap": [
+        ("gap/mean", ONCE, "nat", "mean gap"),
+        ("gap/abs_mean", ONCE, "nat", "mean absolute gap"),
+        ("gap/p50", ONCE, "nat", "median absolute gap"),
+        ("gap/p90", ONCE, "nat", "90th percentile of the absolute gap"),
+        ("gap/p99", ONCE, "nat", "99th percentile of the absolute gap"),
+        ("gap/p999", ONCE, "nat", "99.9th percentile of the absolute gap"),
+        ("gap/max", ONCE, "nat", "largest absolute gap"),
+        ("gap/beyond_clip", ONCE, "share", "tokens whose ratio leaves the clip range by numerics alone"),
+        ("gap/ratio_mean", ONCE, "", "mean importance ratio learner / sampler; 1 when they agree"),
+        ("gap/k3", ONCE, "nat", "k3 estimate of KL(sampler || learner)"),
+        ("gap/ess", ONCE, "share", "effective sample size of the ratios, as a share of the tokens"),
+        ("gap/tis_clipped", ONCE, "share", "tokens whose importance weight is cut to the TIS cap"),
+    ],
+    "policy": [
+        ("policy/loss", TOKEN_MEAN, "", "clipped policy loss, mean over tokens"),
+        ("policy/grad_norm", MEAN, "", "global L2 norm of the gradient before clipping"),
+        ("policy/lr", LAST, "", "learning rate of the last update"),
+        ("policy/entropy", TOKEN_MEAN, "nat", "entropy of the learner's next-token distribution"),
+        ("policy/ratio_mean", TOKEN_MEAN, "", "mean probability ratio new / old policy"),
+        ("policy/clip_low", TOKEN_MEAN, "share", "tokens without gradient because of the lower clip bound"),
+        ("policy/clip_high", TOKEN_MEAN, "share", "tokens without gradient because of the upper clip bound"),
+        ("policy/approx_kl", TOKEN_MEAN, "nat", "k3 estimate of KL(old || new policy)"),
+        ("policy/tis_weight", TOKEN_MEAN, "", "mean importance weight after the TIS cap"),
+    ],
+    "sync": [
+        ("sync/bytes", SUM, "bytes", "bytes of weights sent to each sampler"),
+        ("sync/tensors", SUM, "tensors", "tensors sent to each sampler"),
+        ("version/weights", LAST, "", "version of the weights that wrote the responses"),
+    ],
+    "tokens": [
+        ("tokens/generated", SUM, "tokens", "response tokens sampled"),
+        ("tokens/trained", SUM, "tokens", "response tokens in the loss mask"),
+    ],
+    "time": [
+        ("time/generate", SUM, "s", "sampling"),
+        ("time/reward", SUM, "s", "scoring the responses"),
+        ("time/score", SUM, "s", "log-probabilities under the learner before the update"),
+        ("time/update", SUM, "s", "optimiser steps"),
+        ("time/sync", SUM, "s", "weight sync"),
+        ("time/evaluate", SUM, "s", "evaluation on the held-out problems"),
+        ("time/checkpoint", SUM, "s", "writing the checkpoint"),
+        ("time/iteration", SUM, "s", "the whole iteration"),
+        ("rate/tokens_per_second", ONCE, "tokens/s", "tokens generated per second of the whole iteration"),
+    ],
+    "memory": [
+        ("memory/driver", MAX, "MiB", "peak resident memory of the driver"),
+        ("memory/learner", MAX, "MiB", "peak resident memory of the learner"),
+        ("memory/sampler", MAX, "MiB", "peak resident memory of the largest sampler"),
+        ("memory/weight_sync", MAX, "MiB", "peak resident memory of the weight sync"),
+    ],
+}
+_VOLATILE_SECTIONS = {"time", "memory"}
+_MAY_BE_INFINITE = {"gap/ratio_mean", "gap/k3"}  # exponentials of the gap: a diagnosis may well overflow them
+
+
+def _rows() -> Iterator[Metric]:
+    for section, rows in _TABLE.items():
+        for name, reducer, unit, meaning in rows:
+            volatile, finite = section in _VOLATILE_SECTIONS, name not in _MAY_BE_INFINITE
+            yield Metric(name, meaning, unit, reducer, section, volatile, finite)
+
+
+METRICS: Mapping[str, Metric] = MappingProxyType({row.name: row for row in _rows()})
+
+
+def metric(name: str) -> Metric:
+    """The row of the table called `name`. Raises UnknownMetric."""
+    try:
+        return METRICS[name]
+    except KeyError:
+        raise UnknownMetric(f"no metric is called {name!r}; the table is in rl/metrics.py") from None
+
+
+def number(name: str, value: object) -> float | int:
+    """`value` (Python, NumPy or torch scalar) as a Python number that metric `name` may have.
+
+    Raises UnknownMetric; TypeError for what is not one real number; ValueError for infinity or NaN where the
+    table does not allow it.
+    """
+    row = metric(name)
+    item = getattr(value, "item", None)  # NumPy and torch scalars, and arrays of one element
+    try:
+        plain = item() if callable(item) else value
+    except (RuntimeError, ValueError) as error:
+        raise TypeError(f"metric {name}: {value!r} is not one number") from error
+    if isinstance(plain, bool) or not isinstance(plain, Real):
+        raise TypeError(f"metric {name}: {value!r} is not a number")
+    plain = int(plain) if isinstance(plain, Integral) else float(plain)
+    if row.finite and not math.isfinite(plain):
+        raise ValueError(f"metric {name}={plain}: must be finite")
+    return plain
+
+
+def numbers(metrics: Mapping[str, object]) -> dict[str, float | int]:
+    """`number` of every entry."""
+    return {name: number(name, value) for name, value in metrics.items()}
+
+
+def reduce(name: str, values: Iterable[object], weights: Sequence[object] | None = None) -> float | int:
+    """The value of metric `name` for a step, from the step's `values`, by the reducer of the table.
+
+    `weights` (non-negative, one a value) are tokens; only TOKEN_MEAN needs them and the other reducers ignore
+    them, so that one call fits every metric of an update. Sums are correctly rounded: the order of values
+    does not matter.
+
+    Raises what `number` raises; ValueError for no values, several values of a ONCE metric, missing weights,
+    or weights that are negative, of another count, or all zero.
+    """
+    found = [number(name, value) for value in values]
+    if not found:
+        raise ValueError(f"metric {name}: nothing to reduce")
+    match metric(name).reducer:
+        case Reducer.ONCE:
+            if len(found) != 1:
+                raise ValueError(
+                    f"metric {name}: {len(found)} values, but it is computed once for the whole step"
+                )
+            return found[0]
+        case Reducer.LAST:
+            return found[-1]
+        case Reducer.SUM:
+            return sum(found) if all(isinstance(value, int) for value in found) else math.fsum(found)
+        case Reducer.MAX:
+            return max(found)
+        case Reducer.MIN:
+            return min(found)
+        case Reducer.MEAN:
+            return math.fsum(found) / len(found)
+        case Reducer.TOKEN_MEAN:
+            return _weighted_mean(name, found, weights)
+
+
+def _weighted_mean(name: str, values: list[float | int], weights: Sequence[object] | None) -> float:
+    if weights is None or len(weights) != len(values):
+        count = "none" if weights is None else len(weights)
+        raise ValueError(
+            f"metric {name}: needs one token count for each of {len(values)} values, got {count}"
+        )
+    tokens = [number("tokens/trained", weight) for weight in weights]
+    if min(tokens) < 0 or not any(tokens):
+        raise ValueError(f"metric {name}: token counts must not be negative or all zero, got {tokens}")
+    products = (value * count for value, count in zip(values, tokens, strict=True))
+    return math.fsum(products) / math.fsum(tokens)
