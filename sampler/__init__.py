@@ -1,0 +1,1 @@
+"""The vLLM engine that writes rollouts, with expert layers computed under an execution spec."""

@@ -1,0 +1,75 @@
+"""Settings of the sampler. The defaults here are the only ones."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+DTYPES = ("float32", "bfloat16")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplerConfig:
+    """How the engine holds the model and schedules requests.
+
+    Raises ValueError naming field, value and rule.
+    """
+
+    dtype: str = "float32"  # of weights and activations outside the experts
+    max_model_len: int = 1024  # tokens of prompt and response together
+    max_num_seqs: int = 128  # sequences that are decoded together
+    max_num_batched_tokens: int = 4096  # tokens of one forward pass
+    kv_cache_gib: float = 1.0
+    prefix_caching: bool = True  # within one call; nothing cached outlives it
+    threads: int = 0  # intra-operation threads of torch; 0 leaves torch's own choice
+    seed: int = 0  # of the engine's global generators; every response has a seed of its own
+
+    def __post_init__(self) -> None:
+        check = _checker(self)
+        check("dtype", lambda v: v in DTYPES, f"must be one of {', '.join(DTYPES)}")
+        check("max_model_len", lambda v: v >= 2, "must be at least 2: one token of prompt, one of response")
+        check("max_num_seqs", lambda v: v >= 1, "must be at least 1")
+        check(
+            "max_num_batched_tokens",
+            lambda v: v >= self.max_num_seqs,
+            f"must be at least max_num_seqs={self.max_num_seqs}",
+        )
+        check("kv_cache_gib", lambda v: 0 < v < math.inf, "must be positive and finite")
+        check("threads", lambda v: v >= 0, "must not be negative")
+        check("seed", lambda v: 0 <= v < 2**32, "must lie in [0, 2**32)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingConfig:
+    """How a response is drawn.
+
+    Raises ValueError naming field, value and rule. The lower bound on the temperature is vLLM's: it would
+    replace a smaller one without a word.
+    """
+
+    temperature: float = 1.0  # 0 takes the likeliest token
+    top_p: float = 1.0
+    max_tokens: int = 256  # of the response
+    stop_token_ids: tuple[int, ...] = ()  # a response ends with the first of these, which it includes
+
+    def __post_init__(self) -> None:
+        check = _checker(self)
+        check("temperature", lambda v: v == 0 or 0.01 <= v <= 2, "must be 0 or lie in [0.01, 2]")
+        check("top_p", lambda v: 0 < v <= 1, "must lie in (0, 1]")
+        check("max_tokens", lambda v: v >= 1, "must be at least 1")
+        check("stop_token_ids", lambda v: all(i >= 0 for i in v), "must not be negative")
+
+
+def _checker(config: Any) -> Callable[[str, Callable[[Any], object], str], None]:
+    def check(name: str, holds: Callable[[Any], object], rule: str) -> None:
+        value = getattr(config, name)
+        try:
+            valid = bool(holds(value))
+        except TypeError:
+            valid = False
+        if not valid:
+            raise ValueError(f"{type(config).__name__}.{name}={value!r} {rule}")
+
+    return check

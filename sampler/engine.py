@@ -1,0 +1,248 @@
+"""The sampler: a vLLM engine in this process whose experts run under execution specs."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from kernels.precision_map import PrecisionMap
+from kernels.report import EngineReport
+from sampler.config import SamplerConfig, SamplingConfig
+from sampler.environment import vllm_environment
+
+if TYPE_CHECKING:
+    from vllm import RequestOutput
+
+    from sampler.weights import TensorSpec
+
+ARCHITECTURES = ("Qwen3MoeForCausalLM", "MixtralForCausalLM")
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One response.
+
+    logp: of each token, FP32 natural logarithm, under the distribution it was drawn from (temperature and
+    top-p included; at temperature 0, under that of temperature 1).
+    finish_reason: "stop" (the last token is a stop token) or "length".
+    version: of the weights that wrote it.
+    """
+
+    token_ids: tuple[int, ...]
+    logp: tuple[float, ...]
+    finish_reason: str
+    version: int
+
+
+class Sampler:
+    """Writes and scores responses, one weight version at a time.
+
+    model_dir: a Hugging Face folder of one of `ARCHITECTURES` with safetensors; weights version 0.
+    precision_map: the spec of each of its layers.
+
+    Raises ValueError when the folder, the map and the configuration do not fit each other.
+    """
+
+    def __init__(self, model_dir: str | Path, precision_map: PrecisionMap, config: SamplerConfig) -> None:
+        _check_model(Path(model_dir), precision_map, config)
+        self.config = config
+        self.precision_map = precision_map
+        with vllm_environment(config):
+            from vllm import LLM
+
+            from sampler.loader import LOAD_FORMAT
+            from sampler.plugin import register
+            from sampler.quantization import METHOD, quantization_config
+            from sampler.weights import LiveWeights, expert_methods
+
+            register()
+            self._llm = LLM(
+                model=str(model_dir),
+                skip_tokenizer_init=True,
+                generation_config="vllm",  # the folder's own would add stop tokens of its own
+                load_format=LOAD_FORMAT,
+                quantization=METHOD,
+                hf_overrides={
+                    "quantization_config": quantization_config(precision_map),
+                    "head_dtype": "float32",  # logits are never rounded to the model's type
+                },
+                dtype=config.dtype,
+                max_model_len=config.max_model_len,
+                max_num_seqs=config.max_num_seqs,
+                max_num_batched_tokens=config.max_num_batched_tokens,
+                kv_cache_memory_bytes=int(config.kv_cache_gib * 2**30),
+                enable_prefix_caching=config.prefix_caching,
+                enforce_eager=True,
+                logprobs_mode="processed_logprobs",
+                seed=config.seed,
+            )
+        [self._model] = self._llm.apply_model(lambda model: model)
+        self._vocab_size = self._llm.model_config.get_vocab_size()
+        self._experts = expert_methods(self._model)
+        self._weights = LiveWeights(self._model, precision_map)
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], seeds: Sequence[Sequence[int]], sampling: SamplingConfig
+    ) -> list[list[Completion]]:
+        """For each prompt (token ids), one response for each of its seeds.
+
+        The result is a function of the weights and the arguments: neither former calls nor the process
+        matter. A response also depends, in its last bits, on what shares the call.
+
+        Raises RuntimeError while a weight update is open, ValueError (before anything is generated) for
+        prompts that are empty, too long for `max_tokens` more, or hold unknown tokens, and for negative
+        seeds; FloatingPointError when a log-probability is not finite.
+        """
+        from vllm import SamplingParams
+
+        self._check_sequences(prompts, "prompts", room=sampling.max_tokens)
+        if len(seeds) != len(prompts):
+            raise ValueError(f"{len(prompts)} prompts need as many lists of seeds, got {len(seeds)}")
+        if any(seed < 0 for own in seeds for seed in own):
+            raise ValueError("seeds must not be negative")
+        params = [
+            SamplingParams(
+                temperature=sampling.temperature,
+                top_p=sampling.top_p,
+                max_tokens=sampling.max_tokens,
+                stop_token_ids=list(sampling.stop_token_ids),
+                ignore_eos=True,
+                seed=seed,
+                logprobs=0,  # of the sampled token alone
+                flat_logprobs=True,
+                detokenize=False,
+            )
+            for own in seeds
+            for seed in own
+        ]
+        repeated = [prompt for prompt, own in zip(prompts, seeds, strict=True) for _ in own]
+        responses = iter([self._completion(output) for output in self._run(repeated, params)])
+        return [[next(responses) for _ in own] for own in seeds]
+
+    def score(
+        self, sequences: Sequence[Sequence[int]], prompt_lengths: Sequence[int], temperature: float = 1.0
+    ) -> list[list[float]]:
+        """FP32 log-probabilities of the tokens behind each prompt, by teacher forcing.
+
+        Under the distribution at `temperature` without top-p: what the learner scores.
+        Raises as `generate` does, and for a prompt length that leaves no prompt or no response.
+        """
+        from vllm import SamplingParams
+
+        self._check_sequences(sequences, "sequences", room=0)
+        for index, (sequence, length) in enumerate(zip(sequences, prompt_lengths, strict=True)):
+            if not 1 <= length < len(sequence):
+                raise ValueError(f"prompt_lengths[{index}]={length} must lie in [1, {len(sequence) - 1}]")
+        # The last token is scored as the next one: the engine takes no prompt that fills the model's length.
+        params = [
+            SamplingParams(
+                temperature=1.0,
+                max_tokens=1,
+                prompt_logprobs=0,
+                logprob_token_ids=[sequence[-1]],
+                flat_logprobs=True,
+                detokenize=False,
+            )
+            for sequence in sequences
+        ]
+        # Log-probabilities of prompts ignore the request's temperature, so it is applied to the logits.
+        self._model.logits_processor.scale = 1 / temperature
+        try:
+            outputs = self._run([sequence[:-1] for sequence in sequences], params)
+        finally:
+            self._model.logits_processor.scale = 1.0
+        return [
+            self._response_logp(output, sequence, length)
+            for output, sequence, length in zip(outputs, sequences, prompt_lengths, strict=True)
+        ]
+
+    def begin_update(self, version: int, map_fingerprint: str, manifest: Mapping[str, TensorSpec]) -> None:
+        """See `sampler.weights.LiveWeights`."""
+        self._weights.begin(version, map_fingerprint, manifest)
+
+    def receive(self, chunk: Mapping[str, torch.Tensor]) -> None:
+        self._weights.receive(chunk)
+
+    def finish_update(self) -> dict[str, str]:
+        return self._weights.finish()
+
+    def abort_update(self) -> None:
+        self._weights.abort()
+
+    @property
+    def version(self) -> int:
+        return self._weights.version
+
+    def report(self) -> EngineReport:
+        return EngineReport(
+            engine="vllm",
+            precision_map=PrecisionMap(tuple(self._experts[layer].spec for layer in sorted(self._experts))),
+            backend="reference",
+            expert_layers=len(self._experts),
+            expert_calls=sum(method.calls for method in self._experts.values()),
+        )
+
+    def _run(self, prompts: Sequence[Sequence[int]], params: list[Any]) -> list[RequestOutput]:
+        if self._weights.updating:
+            raise RuntimeError("a weight update is open: finish or abort it first")
+        # Cached keys and values belong to former weights, or make a call depend on the calls before it.
+        self._llm.reset_prefix_cache()
+        requests = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+        return self._llm.generate(requests, params, use_tqdm=False)
+
+    def _check_sequences(self, sequences: Sequence[Sequence[int]], name: str, room: int) -> None:
+        limit = self.config.max_model_len - room
+        for index, sequence in enumerate(sequences):
+            if not 1 <= len(sequence) <= limit:
+                raise ValueError(
+                    f"{name}[{index}] has {len(sequence)} tokens, must have 1 to {limit}"
+                    f" (max_model_len={self.config.max_model_len}, max_tokens={room})"
+                )
+            if not 0 <= min(sequence) <= max(sequence) < self._vocab_size:
+                raise ValueError(f"{name}[{index}] holds token ids outside [0, {self._vocab_size})")
+
+    def _completion(self, output: RequestOutput) -> Completion:
+        [response] = output.outputs
+        token_ids, logp = tuple(response.token_ids), tuple(response.logprobs.logprobs)
+        if response.finish_reason not in ("stop", "length"):
+            raise RuntimeError(f"vLLM ended a request with {response.finish_reason!r}")
+        assert tuple(response.logprobs.token_ids) == token_ids
+        _check_finite(logp)
+        return Completion(token_ids, logp, response.finish_reason, self.version)
+
+    def _response_logp(self, output: RequestOutput, sequence: Sequence[int], length: int) -> list[float]:
+        prompt, following = output.prompt_logprobs, output.outputs[0].logprobs
+        assert prompt.token_ids == list(sequence[1:-1])
+        logp = [*prompt.logprobs[length - 1 :], following[0][sequence[-1]].logprob]
+        _check_finite(logp)
+        return logp
+
+
+def _check_finite(logp: Sequence[float]) -> None:
+    if not all(map(math.isfinite, logp)):
+        raise FloatingPointError(f"log-probabilities are not all finite: {list(logp)}")
+
+
+def _check_model(model_dir: Path, precision_map: PrecisionMap, config: SamplerConfig) -> None:
+    if not (model_dir / "config.json").is_file():
+        raise ValueError(f"{model_dir} is not a model folder: it holds no config.json")
+    model = json.loads((model_dir / "config.json").read_text())
+    architectures = model.get("architectures") or []
+    if not set(architectures) & set(ARCHITECTURES):
+        raise ValueError(f"{model_dir} holds {architectures}, the sampler runs {', '.join(ARCHITECTURES)}")
+    if len(precision_map.layers) != model["num_hidden_layers"]:
+        raise ValueError(
+            f"the precision map has {len(precision_map.layers)} layers, the model in {model_dir} has"
+            f" {model['num_hidden_layers']}"
+        )
+    if config.max_model_len > model["max_position_embeddings"]:
+        raise ValueError(
+            f"SamplerConfig.max_model_len={config.max_model_len} is more than the model's"
+            f" max_position_embeddings={model['max_position_embeddings']}"
+        )

@@ -1,0 +1,74 @@
+"""Loads a checkpoint strictly, and keeps the weights as they were loaded.
+
+vLLM's CPU methods repack a layer's weights for its matrix product and drop the original, out of reach of an
+update in place. The methods here compute on the live weights instead.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from vllm.config import ModelConfig
+from vllm.config.load import LoadConfig
+from vllm.model_executor.layers.fused_moe import GateLinear
+from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    UnquantizedEmbeddingMethod,
+    VocabParallelEmbedding,
+)
+from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+
+LOAD_FORMAT = "minite"
+
+
+class LiveWeightsLoader(DefaultModelLoader):
+    """Reads safetensors; a parameter that the checkpoint lacks is an error (vLLM asks that of unquantised
+    models only).
+    """
+
+    def __init__(self, load_config: LoadConfig) -> None:
+        super().__init__(replace(load_config, load_format="safetensors"))
+        self.enable_weights_track = True
+
+    def load_weights(self, model: nn.Module, model_config: ModelConfig) -> None:
+        super().load_weights(model, model_config)
+        keep_weights_live(model)
+
+
+def keep_weights_live(model: nn.Module) -> None:
+    """Before vLLM repacks anything: give every layer outside the experts a method that does not."""
+    for module in model.modules():
+        if isinstance(module, GateLinear):
+            module.quant_method = RouterMethod()
+        elif isinstance(module, LinearBase):
+            module.quant_method = LiveLinearMethod()
+        elif isinstance(module, VocabParallelEmbedding):
+            module.quant_method = LiveEmbeddingMethod()
+
+
+class LiveLinearMethod(UnquantizedLinearMethod):
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        pass
+
+    def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return F.linear(x, layer.weight, bias)
+
+
+class RouterMethod(LiveLinearMethod):
+    """Router logits in FP32 whatever the model's type: experts are chosen by their order."""
+
+    def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return F.linear(x.float(), layer.weight.float(), bias)
+
+
+class LiveEmbeddingMethod(UnquantizedEmbeddingMethod):
+    """Of the embedding and of the output layer. The latter runs in FP32 by the model's `head_dtype`."""
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        pass
+
+    def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return F.linear(x, layer.weight, bias)

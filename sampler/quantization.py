@@ -1,0 +1,145 @@
+"""miniTE as a vLLM quantisation method: expert layers under execution specs, everything else left alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from vllm.model_executor.layers.fused_moe import RoutedExperts
+from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
+from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
+from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
+from vllm.model_executor.models.utils import extract_layer_index
+from vllm.model_executor.utils import set_weight_attrs
+
+from kernels import reference
+from kernels.experts import ExpertWeights
+from kernels.precision_map import PrecisionMap
+from kernels.reference import PreparedExperts
+from kernels.spec import ExecutionSpec
+
+METHOD = "minite"
+
+
+def quantization_config(precision_map: PrecisionMap) -> dict[str, Any]:
+    """`precision_map` as the `quantization_config` of a model configuration."""
+    return {"quant_method": METHOD, **precision_map.to_dict()}
+
+
+class MiniteConfig(QuantizationConfig):
+    """Gives the experts of each layer the spec that the precision map names."""
+
+    def __init__(self, precision_map: PrecisionMap) -> None:
+        super().__init__()
+        self.precision_map = precision_map
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> MiniteConfig:
+        """The inverse of `quantization_config`. Raises ValueError when it holds anything else."""
+        return cls(PrecisionMap.from_dict({k: v for k, v in config.items() if k != "quant_method"}))
+
+    def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
+        if isinstance(layer, RoutedExperts):
+            return ExpertMethod(layer.moe_config, self.precision_map.spec_for(extract_layer_index(prefix)))
+        if isinstance(layer, LinearBase):
+            return UnquantizedLinearMethod()
+        return None
+
+    def get_name(self) -> str:
+        return METHOD
+
+    def get_supported_act_dtypes(self) -> list[torch.dtype]:
+        return [torch.float32, torch.bfloat16]
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        return 0
+
+    @staticmethod
+    def get_config_filenames() -> list[str]:
+        return []
+
+
+class ExpertMethod(FusedMoEMethodBase):
+    """The experts of one layer, computed by `kernels.reference` under `spec`.
+
+    The layer's parameters are the tensors of `weights`, the same storage.
+    """
+
+    def __init__(self, moe: FusedMoEConfig, spec: ExecutionSpec) -> None:
+        super().__init__(moe)
+        self.spec = spec
+        self.weights: ExpertWeights | None = None  # once the checkpoint is loaded
+        self.calls = 0  # of apply
+        self._prepared: PreparedExperts | None = None
+
+    def create_weights(
+        self,
+        layer: RoutedExperts,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size_per_partition: int,
+        params_dtype: torch.dtype,
+        **extra_weight_attrs: Any,
+    ) -> None:
+        """What vLLM's weight loader fills from the checkpoint, expert by expert."""
+        ffn = intermediate_size_per_partition
+        shapes = {
+            "w13_weight": (num_experts, 2 * ffn, hidden_size),
+            "w2_weight": (num_experts, hidden_size, ffn),
+        }
+        for name, shape in shapes.items():
+            # The loader does not notice an expert that the checkpoint lacks; NaN does not go unseen.
+            weight = nn.Parameter(torch.full(shape, torch.nan, dtype=params_dtype), requires_grad=False)
+            layer.register_parameter(name, weight)
+            set_weight_attrs(weight, extra_weight_attrs)
+
+    def process_weights_after_loading(self, layer: RoutedExperts) -> None:
+        """Put the weights under the spec in the place of those loaded.
+
+        Raises ValueError for weights that are missing or not finite, or that the spec cannot hold.
+        """
+        loaded = layer.w13_weight, layer.w2_weight
+        if not all(weight.isfinite().all() for weight in loaded):
+            raise ValueError(f"{layer.layer_name}: the checkpoint lacks experts, or they are not finite")
+        self.weights = ExpertWeights.quantize(*loaded, self.spec)
+        del layer.w13_weight, layer.w2_weight
+        for part, tensor in self.weights.tensors().items():
+            layer.register_parameter(part.replace(".", "_"), nn.Parameter(tensor, requires_grad=False))
+
+    def weights_changed(self) -> None:
+        """To be called after writing into `weights`."""
+        self._prepared = None
+
+    def apply(
+        self,
+        layer: RoutedExperts,
+        x: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        shared_experts: nn.Module | None,
+        shared_experts_input: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """x [T, H], float32 [T, k], integer [T, k] -> [T, H] in x.dtype."""
+        self.calls += 1
+        if self._prepared is None:
+            assert self.weights is not None, f"{layer.layer_name} is not loaded"
+            self._prepared = reference.prepare(self.weights, self.spec)
+        ids, coefficients = sort_slots(topk_ids, topk_weights)
+        return reference.forward(x, ids, coefficients, self._prepared, self.spec).to(x.dtype)
+
+    def get_fused_moe_quant_config(self, layer: RoutedExperts) -> None:
+        return None
+
+
+def sort_slots(ids: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each token's slots [T, k] by descending coefficient, ties to the lower expert id.
+
+    The spec sums over slots in order, and `torch.topk` leaves the order open; the learner uses this one.
+    """
+    by_id = ids.argsort(dim=-1)
+    by_weight = weights.gather(1, by_id).argsort(dim=-1, descending=True, stable=True)
+    order = by_id.gather(1, by_weight)
+    return ids.gather(1, order), weights.gather(1, order)
