@@ -1,0 +1,83 @@
+"""How far two engines disagree about the same tokens.
+
+For each response token, d = log p(learner) - log p(sampler), of the sampled token; the tokens were drawn from
+the sampler. The importance ratio of a token is exp(d).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+QUANTILES = {"gap/p50": 0.5, "gap/p90": 0.9, "gap/p99": 0.99, "gap/p999": 0.999}
+LOG_RATIO_BOUND = 20.0  # of d inside exponentials, so that none overflows: exp(20) = 4.9e8
+
+
+class NonFiniteLogp(ArithmeticError):
+    """Log-probabilities of response tokens that are infinite or not a number."""
+
+
+def gap_statistics(
+    learner_logp: torch.Tensor,
+    sampler_logp: torch.Tensor,
+    *,
+    clip_low: float,
+    clip_high: float,
+    tis_cap: float | None,
+) -> dict[str, float]:
+    """Statistics of d over the response tokens of a whole step, in float64; log-probabilities in nats.
+
+    learner_logp, sampler_logp: [T] real, the response tokens alone (select them by the loss mask).
+
+    gap/mean: mean of d. gap/abs_mean: mean of |d|. gap/p50, gap/p90, gap/p99, gap/p999, gap/max: quantiles of
+    |d|, exact, by sorting, linear between neighbours (`numpy.quantile`).
+
+    gap/beyond_clip: share of tokens whose ratio exp(d) alone lies outside [1 - clip_low, 1 + clip_high].
+    gap/tis_clipped: share of tokens whose ratio is more than `tis_cap`; 0 when it is None.
+
+    gap/ratio_mean: mean ratio; its expectation is 1. gap/k3: mean of exp(d) - 1 - d, the k3 estimate of
+    KL(sampler || learner) (Schulman 2020, "Approximating KL Divergence"). gap/ess: effective sample size of the
+    ratios w as a share of the tokens, (sum w)^2 / (T sum w^2) (Kish 1965). In these three d is bounded to
+    +-LOG_RATIO_BOUND.
+
+    Raises ValueError for other shapes and when there is no token, NonFiniteLogp with counts for values that
+    are not finite.
+    """
+    learner, sampler = _finite(learner_logp, sampler_logp)
+    d = learner - sampler
+    distance = np.abs(d)
+    bounded = np.clip(d, -LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    ratio = np.exp(bounded)
+    quantiles = np.quantile(distance, list(QUANTILES.values()))
+    statistics = {
+        "gap/mean": d.mean(),
+        "gap/abs_mean": distance.mean(),
+        **dict(zip(QUANTILES, quantiles, strict=True)),
+        "gap/max": distance.max(),
+        "gap/beyond_clip": ((ratio < 1 - clip_low) | (ratio > 1 + clip_high)).mean(),
+        "gap/ratio_mean": ratio.mean(),
+        "gap/k3": (np.expm1(bounded) - bounded).mean(),
+        "gap/ess": ratio.sum() ** 2 / (ratio.size * np.square(ratio).sum()),
+        "gap/tis_clipped": 0.0 if tis_cap is None else (ratio > tis_cap).mean(),
+    }
+    return {name: float(value) for name, value in statistics.items()}
+
+
+def _finite(learner_logp: torch.Tensor, sampler_logp: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
+    if learner_logp.dim() != 1 or learner_logp.shape != sampler_logp.shape:
+        raise ValueError(
+            "log-probabilities of learner and sampler must both have shape [tokens],"
+            f" got {tuple(learner_logp.shape)} and {tuple(sampler_logp.shape)}"
+        )
+    if not learner_logp.numel():
+        raise ValueError("there are no response tokens to compare")
+    learner, sampler = (x.detach().cpu().double().numpy() for x in (learner_logp, sampler_logp))
+    wrong_learner, wrong_sampler = ~np.isfinite(learner), ~np.isfinite(sampler)
+    if wrong_learner.any() or wrong_sampler.any():
+        first = int(np.argmax(wrong_learner | wrong_sampler))
+        raise NonFiniteLogp(
+            f"log-probabilities that are not finite, of {learner.size} response tokens:"
+            f" {wrong_learner.sum()} from the learner, {wrong_sampler.sum()} from the sampler;"
+            f" first at token {first}: learner {learner[first]}, sampler {sampler[first]}"
+        )
+    return learner, sampler

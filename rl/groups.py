@@ -1,0 +1,137 @@
+"""Dynamic sampling: which groups of responses are learned from, and how many more are needed.
+
+DAPO (Yu et al. 2025, arXiv 2503.14476, section 3.2) leaves out prompts whose responses all have the same
+outcome, because their advantages are zero, and samples others until the batch is full.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Generic, Protocol, TypeVar
+
+from rl.errors import UserError
+from rl.rewards.score import Score
+
+
+class TooFewGroups(UserError):
+    """The rounds of dynamic sampling are used up and the batch is not full."""
+
+
+class ScoredGroup(Protocol):
+    """The responses to one prompt; only their scores matter here."""
+
+    @property
+    def scores(self) -> Sequence[Score]: ...
+
+
+G = TypeVar("G", bound=ScoredGroup)
+
+
+class Verdict(StrEnum):
+    """What becomes of a group, and why."""
+
+    MIXED = "mixed"  # outcomes differ: there is something to learn
+    SOLVED = "solved"  # all the same, and all right
+    UNSOLVED = "unsolved"  # all the same, and not all right
+    FAILED = "failed"  # a response could not be judged: the group is dropped whole
+
+
+def judge(scores: Sequence[Score]) -> Verdict:
+    """The verdict on one group. Raw rewards are compared exactly: no standard deviation, no tolerance."""
+    if any(score.error is not None for score in scores):
+        return Verdict.FAILED
+    values = [score.value for score in scores]
+    if min(values) != max(values):
+        return Verdict.MIXED
+    return Verdict.SOLVED if all(score.correct for score in scores) else Verdict.UNSOLVED
+
+
+@dataclass(kw_only=True)
+class GroupBuffer(Generic[G]):
+    """Collects groups, round by round, until `needed` are kept.
+
+    Groups are kept in the order in which they are added. Those of the last round beyond `needed` are dropped
+    and counted as surplus: a batch holds responses of one policy, and nothing is carried into the next.
+    The fields are the whole state: a buffer made from them goes on where the other stopped.
+
+    needed: groups of the batch. group_size: responses of each. max_rounds: calls of `add` at most.
+    keep_constant: also keep groups whose outcomes are all the same (no dynamic sampling). Groups with a failed
+        response are dropped even so.
+
+    Raises ValueError when `needed`, `group_size` or `max_rounds` is less than 1.
+    """
+
+    needed: int
+    group_size: int
+    max_rounds: int
+    keep_constant: bool = False
+    kept: list[G] = field(default_factory=list)
+    drawn: list[G] = field(default_factory=list)
+    rounds: int = 0
+    solved: int = 0
+    unsolved: int = 0
+    failed: int = 0
+    surplus: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("needed", "group_size", "max_rounds"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
+
+    @property
+    def missing(self) -> int:
+        """Groups still needed."""
+        return self.needed - len(self.kept)
+
+    def add(self, groups: Sequence[G]) -> None:
+        """Judge the groups of one round and keep those that count.
+
+        Raises:
+            TooFewGroups: this was the last round and groups are still missing.
+            ValueError: nothing is missing, or a group has not `group_size` scores.
+        """
+        if not self.missing:
+            raise ValueError(f"all {self.needed} groups are there: another round is not needed")
+        for number, group in enumerate(groups):
+            if len(group.scores) != self.group_size:
+                raise ValueError(
+                    f"group {number} has {len(group.scores)} scores, and group_size is {self.group_size}"
+                )
+        self.rounds += 1
+        for group in groups:
+            self._place(group)
+        if self.missing and self.rounds >= self.max_rounds:
+            raise TooFewGroups(
+                f"{len(self.kept)} of {self.needed} groups kept after {self.rounds} rounds"
+                f" ({len(self.drawn)} drawn: {self.solved} with only right answers, {self.unsolved} with only"
+                f" wrong ones, {self.failed} with a failed reward); raise algorithm.max_rounds, use problems"
+                " nearer to what the model can do, or set algorithm.dynamic_sampling=false"
+            )
+
+    def _place(self, group: G) -> None:
+        self.drawn.append(group)
+        verdict = judge(group.scores)
+        constant = verdict in (Verdict.SOLVED, Verdict.UNSOLVED)
+        if verdict is Verdict.MIXED or (constant and self.keep_constant):
+            if self.missing:
+                self.kept.append(group)
+            else:
+                self.surplus += 1
+        elif verdict is Verdict.SOLVED:
+            self.solved += 1
+        elif verdict is Verdict.UNSOLVED:
+            self.unsolved += 1
+        else:
+            self.failed += 1
+
+    def metrics(self) -> dict[str, float]:
+        """Counts so far: drawn = kept + dropped_constant + dropped_error + surplus."""
+        return {
+            "groups/kept": len(self.kept),
+            "groups/drawn": len(self.drawn),
+            "groups/rounds": self.rounds,
+            "groups/dropped_constant": self.solved + self.unsolved,
+            "groups/dropped_error": self.failed,
+        }

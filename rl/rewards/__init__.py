@@ -1,0 +1,1 @@
+"""Rewards: how responses are scored, and the processes in which that is done."""
