@@ -27,7 +27,6 @@ from kernels.routing import Routing, sum_in_slot_order
 from kernels.spec import Accumulation, ExecutionSpec, Swiglu
 
 _SEGMENT = 1024  # elements along K whose products FP64 sums exactly
-_PANEL = 256  # weight rows widened to FP64 at a time: the panel stays in the cache
 
 
 @dataclass(frozen=True, eq=False)
@@ -149,13 +148,8 @@ def _product(x: torch.Tensor, weight: torch.Tensor, spec: ExecutionSpec) -> torc
     """[R, K], [N, K] -> float32 [R, N]."""
     if spec.accumulation is Accumulation.FP32_GEMM:
         return x @ weight.T
-    product = x.new_empty(len(x), len(weight), dtype=torch.float32)
-    x = x.double()
-    for start in range(0, len(weight), _PANEL):
-        panel = weight[start : start + _PANEL].double()
-        segments = zip(x.split(_SEGMENT, dim=1), panel.split(_SEGMENT, dim=1), strict=True)
-        product[:, start : start + _PANEL] = reduce(torch.add, (a @ b.T for a, b in segments))
-    return product
+    segments = zip(x.split(_SEGMENT, dim=1), weight.split(_SEGMENT, dim=1), strict=True)
+    return reduce(torch.add, (a.double() @ b.double().T for a, b in segments)).float()
 
 
 def _swiglu(fc1: torch.Tensor, spec: ExecutionSpec) -> torch.Tensor:

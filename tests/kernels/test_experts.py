@@ -96,7 +96,7 @@ def test_every_stored_tensor_is_checked(spec: ExecutionSpec) -> None:
         wrong = [without, without | {key: tensor[:-1]}, without | {key: tensor.double()}]
         wrong += [without | {key: tensor[..., :-1]}, without | {key: tensor[None]}]
         for candidate in wrong:
-            with pytest.raises(ValueError, match="w13|w2"):
+            with pytest.raises(ValueError, match=r"w13|w2"):
                 ExpertWeights.from_tensors(candidate, spec)
     with pytest.raises(ValueError, match=r"w3\.weight is unknown"):
         ExpertWeights.from_tensors(tensors | {"w3.weight": torch.zeros(1)}, spec)

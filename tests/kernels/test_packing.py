@@ -43,8 +43,8 @@ def test_packing_inverts_unpacking(packed: np.ndarray) -> None:
 
 @settings(deadline=None)
 @given(PACKED)
-def test_decoding_bytes_is_decoding_codes(packed: np.ndarray) -> None:
-    packed = torch.from_numpy(packed)
+def test_decoding_bytes_is_decoding_codes(array: np.ndarray) -> None:
+    packed = torch.from_numpy(array)
     expected = codec_e2m1.decode(unpack(packed), torch.bfloat16)
     assert torch.equal(decode_packed(packed).view(torch.int16), expected.view(torch.int16))  # -0 told apart
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import hashlib
+from typing import Any
 
 import pytest
 
@@ -113,8 +114,9 @@ def test_an_unknown_field_or_name_is_refused() -> None:
 
 @pytest.mark.parametrize("field", DEGREES)
 def test_the_constructor_checks_types(field: str) -> None:
+    nothing: Any = {field: None}
     with pytest.raises(TypeError, match=rf"ExecutionSpec\.{field} must be"):
-        dataclasses.replace(named_spec("minite"), **{field: None})
+        dataclasses.replace(named_spec("minite"), **nothing)
 
 
 QUANTIZED_ONLY = [
