@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from kernels.digest import tensor_digest
 from kernels.precision_map import PrecisionMap
 from kernels.report import EngineReport
+from rl.cluster import LOG_VARIABLE
 
 if TYPE_CHECKING:
     import torch
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from learner.config import LearnerConfig, ObjectiveConfig
     from learner.policy import Scores
     from rl.cluster import Remote
+    from rl.rollout import Sequences
     from sampler.config import SamplerConfig, SamplingConfig
     from sampler.engine import Completion
 
@@ -27,7 +29,7 @@ class Actor:
     """Base: sends what the process prints to its own log file."""
 
     def __init__(self) -> None:
-        log = os.environ.get("MINITE_ACTOR_LOG")
+        log = os.environ.get(LOG_VARIABLE)
         if log:
             descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
             sys.stdout.flush()
@@ -37,6 +39,9 @@ class Actor:
 
     def ready(self) -> bool:
         return True
+
+    def memory_mib(self) -> float:
+        return peak_memory_mib()
 
 
 class LearnerActor(Actor):
@@ -52,11 +57,11 @@ class LearnerActor(Actor):
     def report(self) -> EngineReport:
         return self.policy.report()
 
-    def score(self, batch: TrainBatch, temperature: float) -> Scores:
-        return self.policy.score(batch.tokens, batch.lengths, batch.loss_mask, temperature)
+    def score(self, sequences: Sequences, temperature: float) -> Scores:
+        return self.policy.score(sequences.tokens, sequences.lengths, sequences.loss_mask, temperature)
 
-    def update(self, batch: TrainBatch, objective: ObjectiveConfig) -> dict[str, float]:
-        return self.policy.update(batch, objective)
+    def update(self, batch: TrainBatch, objective: ObjectiveConfig, temperature: float) -> dict[str, float]:
+        return self.policy.update(batch, objective, temperature)
 
     def supervised_step(
         self, tokens: torch.Tensor, lengths: torch.Tensor, loss_mask: torch.Tensor, lr: float
@@ -88,9 +93,6 @@ class LearnerActor(Actor):
 
     def save_hf(self, folder: Path) -> None:
         self.policy.save_hf(folder)
-
-    def memory_mib(self) -> float:
-        return peak_memory_mib()
 
 
 class SamplerActor(Actor):
@@ -126,9 +128,6 @@ class SamplerActor(Actor):
 
     def abort_update(self) -> None:
         self.sampler.abort_update()
-
-    def memory_mib(self) -> float:
-        return peak_memory_mib()
 
 
 class WeightSyncActor(Actor):

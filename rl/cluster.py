@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+LOG_VARIABLE = "MINITE_ACTOR_LOG"  # where an actor's output goes
+
 _RAY_ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     # Without this Ray replaces 127.0.0.1 by the machine's outward address and listens there.
@@ -19,7 +21,11 @@ _RAY_ENVIRONMENT = {
     "RAY_DEDUP_LOGS": "0",
 }
 # Engines write their logs to the run folder; what they print reaches the terminal only when they fail.
-_ENGINE_ENVIRONMENT = {"DO_NOT_TRACK": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "TOKENIZERS_PARALLELISM": "false"}
+_ENGINE_ENVIRONMENT = {
+    "DO_NOT_TRACK": "1",
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
 
 
 @contextmanager
@@ -30,7 +36,9 @@ def local_cluster(object_store_mib: int) -> Iterator[None]:
 
     ray.init(
         address="local",
-        num_cpus=max(os.cpu_count() or 1, 4),  # actors take turns on the cores: they are not scheduled by them
+        num_cpus=max(
+            os.cpu_count() or 1, 4
+        ),  # actors take turns on the cores: they are not scheduled by them
         include_dashboard=False,
         _node_ip_address="127.0.0.1",
         object_store_memory=object_store_mib * 2**20,
@@ -44,17 +52,28 @@ def local_cluster(object_store_mib: int) -> Iterator[None]:
 
 
 def start_actor(actor_class: Any, name: str, threads: int, log: Path, *args: Any) -> Remote:
-    """Start one Ray actor of the plain class `actor_class`; returns once its constructor is done.
+    """Begin to start one Ray actor of the class `actor_class`; ``wait(actor.later.ready())`` waits until it is there.
 
     `threads` is the number of threads of its tensor operations; what it prints goes to the file `log`.
     """
     import ray
 
-    environment = _ENGINE_ENVIRONMENT | {"OMP_NUM_THREADS": str(threads), "MINITE_ACTOR_LOG": str(log)}
+    environment = _ENGINE_ENVIRONMENT | {LOG_VARIABLE: str(log)}
+    if threads:
+        environment["OMP_NUM_THREADS"] = str(threads)
     options = {"name": name, "num_cpus": 1, "max_restarts": 0, "runtime_env": {"env_vars": environment}}
-    remote = Remote(ray.remote(actor_class).options(**options).remote(*args))
-    remote.ready()
-    return remote
+    return Remote(ray.remote(actor_class).options(**options).remote(*args))
+
+
+def stop_actor(remote: Remote) -> None:
+    """End an actor's process."""
+    import ray
+
+    ray.kill(remote._handle)
+
+
+class ActorDied(RuntimeError):
+    """An actor's process ended, or its constructor failed; the logs in the run folder say why."""
 
 
 class Remote:
@@ -95,3 +114,5 @@ def wait(reference: Any) -> Any:
         return ray.get(reference)
     except ray.exceptions.RayTaskError as error:
         raise error.cause from error
+    except ray.exceptions.RayActorError as error:
+        raise ActorDied(str(error)) from error

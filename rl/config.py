@@ -35,7 +35,9 @@ class RunConfig:
     object_store_mib: int = 256
 
     def __post_init__(self) -> None:
-        _require(self.name not in ("", ".", "..") and "/" not in self.name, "run.name", self.name, "a folder name")
+        _require(
+            self.name not in ("", ".", "..") and "/" not in self.name, "run.name", self.name, "a folder name"
+        )
         _require(self.iterations >= 1, "run.iterations", self.iterations, "at least 1")
         _require(self.checkpoint_every >= 1, "run.checkpoint_every", self.checkpoint_every, "at least 1")
         _require(self.keep_checkpoints >= 1, "run.keep_checkpoints", self.keep_checkpoints, "at least 1")
@@ -54,7 +56,9 @@ class WarmStartConfig:
     def __post_init__(self) -> None:
         _require(self.steps >= 0, "model.warm_start.steps", self.steps, "0 or more")
         _require(self.batch_size >= 1, "model.warm_start.batch_size", self.batch_size, "at least 1")
-        _require(0 < self.correct_share <= 1, "model.warm_start.correct_share", self.correct_share, "in (0, 1]")
+        _require(
+            0 < self.correct_share <= 1, "model.warm_start.correct_share", self.correct_share, "in (0, 1]"
+        )
 
 
 @dataclass(frozen=True)
@@ -112,7 +116,12 @@ class AlgorithmConfig:
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
 
     def __post_init__(self) -> None:
-        _require(self.group_size >= 2, "algorithm.group_size", self.group_size, "at least 2: advantages are relative")
+        _require(
+            self.group_size >= 2,
+            "algorithm.group_size",
+            self.group_size,
+            "at least 2: advantages are relative",
+        )
         for key in ("prompts_per_iteration", "updates_per_iteration", "max_rounds"):
             _require(getattr(self, key) >= 1, f"algorithm.{key}", getattr(self, key), "at least 1")
         _require(
@@ -152,11 +161,15 @@ class FileData:
     path: str
     split: str = "train"
     held_out_path: str | None = None
+    held_out_split: str = "test"
     held_out: int = 32
     prompt_column: str = "problem"
     answer_column: str = "answer"
     id_column: str | None = "id"
+    answer_marker: str | None = None
     template: str = "{problem}"
+    chat: bool = True
+    repeated: Literal["error", "drop"] = "error"
     overlong: Literal["error", "drop"] = "error"
 
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import asdict, dataclass, replace
 
 import torch
 
@@ -14,7 +11,8 @@ from rl.advantages import group_advantages
 from rl.gap import gap_statistics
 from rl.groups import GroupBuffer
 from rl.job import Job
-from rl.rollout import Group, Sequences, generate_groups, to_sequences
+from rl.metrics import reduce
+from rl.rollout import Group, Sequences, response_statistics, to_sequences
 from rl.stages import Stages
 
 Metrics = dict[str, float]
@@ -22,32 +20,38 @@ Metrics = dict[str, float]
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a run stands: finished iterations (also the version of the weights) and the data cursor."""
+    """Where a run stands: finished iterations and the data cursor."""
 
     iteration: int = 0
     position: int = 0
 
+    @property
+    def version(self) -> int:
+        """Of the learner's weights; version 0 is what a sampler loads by itself."""
+        return self.iteration + 1
+
 
 def train(job: Job) -> None:
     """Run the job from its last checkpoint, or from the start, to its last iteration."""
-    run = job.config.run
-    progress = Progress(**job.restore())
-    job.weight_sync.sync(progress.iteration)
+    run, evaluation = job.config.run, job.config.evaluation
+    progress = Progress(**job.restored)
+    job.weight_sync.sync(progress.version)
     if progress.iteration == 0:
         job.record(0, evaluate(job))
     while progress.iteration < run.iterations:
-        stages = Stages()
+        stages = Stages(job.view.stage)
         progress, metrics = iterate(job, progress, stages)
-        if progress.iteration % job.config.evaluation.every == 0 or progress.iteration == run.iterations:
+        last = progress.iteration == run.iterations
+        if last or progress.iteration % evaluation.every == 0:
             with stages("evaluate"):
                 metrics |= evaluate(job)
         job.record(progress.iteration, metrics | stages.metrics())
-        if progress.iteration % run.checkpoint_every == 0 or progress.iteration == run.iterations:
-            job.save(progress.iteration, vars(progress))
+        if last or progress.iteration % run.checkpoint_every == 0:
+            job.save(progress.iteration, asdict(progress))
 
 
 def iterate(job: Job, progress: Progress, stages: Stages) -> tuple[Progress, Metrics]:
-    """Roll out, score, update, sync: one iteration."""
+    """One iteration: roll out, score, measure the gap, update, sync."""
     algorithm = job.config.algorithm
     groups, position, metrics = collect(job, progress.position, stages)
     sequences = to_sequences(groups)
@@ -55,24 +59,60 @@ def iterate(job: Job, progress: Progress, stages: Stages) -> tuple[Progress, Met
         scores = job.learner.score(sequences, algorithm.sampling.temperature)
     mask = sequences.loss_mask
     metrics |= gap_statistics(scores.logp[mask], sequences.sampler_logp[mask], algorithm.objective)
-    metrics["policy/entropy"] = scores.entropy[mask].mean().item()
     with stages("update"):
         metrics |= update(job, sequences, scores.logp, groups)
     with stages("sync"):
-        metrics |= job.weight_sync.sync(progress.iteration + 1)
-    return Progress(progress.iteration + 1, position), metrics
+        metrics |= job.weight_sync.sync(progress.version + 1)
+    return Progress(progress.iteration + 1, position), metrics | {"version/weights": progress.version}
 
 
 def collect(job: Job, position: int, stages: Stages) -> tuple[list[Group], int, Metrics]:
-    """Draw prompts until enough groups have mixed outcomes (dynamic sampling, DAPO section 3.2)."""
+    """Draw prompts until enough groups have mixed outcomes (dynamic sampling, DAPO section 3.2).
+
+    Returns the groups to learn from, the data cursor after them, and statistics of everything drawn.
+    """
     algorithm = job.config.algorithm
-    buffer = GroupBuffer(
-        algorithm.prompts_per_iteration, algorithm.max_rounds, keep_constant=not algorithm.dynamic_sampling
-    )
+    buffer = GroupBuffer(algorithm.prompts_per_iteration, algorithm.max_rounds, algorithm.dynamic_sampling)
+    drawn: list[Group] = []
     while buffer.missing:
-        prompts = [job.prompts.training(position + offset) for offset in range(buffer.missing)]
+        prompts = [job.task.prompts.training(position + offset) for offset in range(buffer.missing)]
         position += len(prompts)
         with stages("generate"):
-            drawn = generate_groups(prompts, algorithm.group_size, "train", algorithm.sampling, job)
-        buffer.add(drawn)
-    return buffer.kept, position, buffer.metrics() | rollout_metrics(buffer.drawn)
+            responses = job.generate(prompts, algorithm.group_size, "train", algorithm.sampling)
+        with stages("reward"):
+            groups = job.score(prompts, responses)
+        drawn += groups
+        buffer.add(groups)
+    return buffer.kept, position, buffer.metrics() | response_statistics(drawn)
+
+
+def update(job: Job, sequences: Sequences, old_logp: torch.Tensor, groups: list[Group]) -> Metrics:
+    """Group-relative advantages, then one optimiser step for each of `updates_per_iteration` mini-batches."""
+    algorithm = job.config.algorithm
+    advantages = torch.cat([group_advantages(group.rewards) for group in groups]).float()
+    batch = TrainBatch(
+        sequences.tokens, sequences.lengths, sequences.loss_mask, sequences.sampler_logp, old_logp, advantages
+    )
+    steps = [
+        job.learner.update(batch.select(rows), algorithm.objective, algorithm.sampling.temperature)
+        for rows in torch.arange(len(advantages)).chunk(algorithm.updates_per_iteration)
+    ]
+    tokens = [step.pop("tokens") for step in steps]
+    policy = {f"policy/{name}": reduce(f"policy/{name}", [step[name] for step in steps], tokens) for name in steps[0]}
+    return policy | {"tokens/trained": sum(tokens)}
+
+
+def evaluate(job: Job) -> Metrics:
+    """Sample answers to the held-out problems, always with the same seeds."""
+    evaluation = job.config.evaluation
+    sampling = replace(job.config.algorithm.sampling, temperature=evaluation.temperature)
+    prompts = job.task.prompts.held_out
+    groups = job.score(prompts, job.generate(prompts, evaluation.samples, "held_out", sampling))
+    statistics = response_statistics(groups)
+    return {
+        "held_out/reward": statistics["reward/mean"],
+        "held_out/accuracy": statistics["reward/accuracy"],
+        "held_out/error_rate": statistics["reward/error_rate"],
+        "held_out/length_mean": statistics["response/length_mean"],
+        "held_out/truncated": statistics["response/truncated"],
+    }

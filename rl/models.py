@@ -12,6 +12,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from learner.families.architecture import Architecture
+from learner.families.registry import family_of
+from learner.folders import read_config
 from rl.config import ModelConfig
 from rl.errors import DataError
 
@@ -28,14 +31,27 @@ def initial_model(config: ModelConfig, tokenizer_folder: Path | None, seed: int,
         case "folder":
             folder = Path(str(config.path))
             if not (folder / "config.json").is_file():
-                raise DataError(f"model.path={config.path!r}: no Hugging Face checkpoint there (config.json is missing)")
+                raise DataError(
+                    f"model.path={config.path!r}: no Hugging Face checkpoint there (config.json is missing)"
+                )
             return folder
         case "random":
             if tokenizer_folder is None:
-                raise DataError("model.source=random needs data that bring their own vocabulary (data=arithmetic)")
+                raise DataError(
+                    "model.source=random needs data that bring their own vocabulary (data=arithmetic)"
+                )
             return _random_model(config, tokenizer_folder, seed, cache)
         case "upcycle":
             return _upcycled_model(config, seed, cache)
+
+
+def model_architecture(folder: Path) -> Architecture:
+    """What the checkpoint in `folder` is made of. Raises DataError for a model that the learner cannot hold."""
+    try:
+        config = read_config(folder)
+        return family_of(config).read(config)
+    except (ValueError, FileNotFoundError) as error:
+        raise DataError(f"model: {error}") from error
 
 
 def cached_folder(cache: Path, kind: str, key: dict[str, Any], make: Callable[[Path], None]) -> Path:

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 
 class Stages:
-    """``with stages("update"): ...`` adds the elapsed seconds to time/update; a stage may be entered repeatedly."""
+    """``with stages("update"): ...`` adds the elapsed seconds to time/update; a stage may be entered repeatedly.
 
-    def __init__(self) -> None:
+    `announce` is called with the name of every stage that begins.
+    """
+
+    def __init__(self, announce: Callable[[str], None]) -> None:
+        self._announce = announce
         self._started = time.perf_counter()
         self._seconds: defaultdict[str, float] = defaultdict(float)
 
     @contextmanager
     def __call__(self, stage: str) -> Iterator[None]:
+        self._announce(stage)
         started = time.perf_counter()
         try:
             yield
@@ -26,4 +31,6 @@ class Stages:
     def metrics(self) -> dict[str, float]:
         """time/<stage> in seconds, and time/iteration since this object was made."""
         total = time.perf_counter() - self._started
-        return {f"time/{stage}": seconds for stage, seconds in self._seconds.items()} | {"time/iteration": total}
+        return {f"time/{stage}": seconds for stage, seconds in self._seconds.items()} | {
+            "time/iteration": total
+        }

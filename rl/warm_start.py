@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
+from rl.config import WarmStartConfig
+
 _WARM_UP_STEPS = 50
 _FINAL_SHARE = 0.05
 
@@ -16,23 +18,21 @@ Demonstration = tuple[list[int], list[int]]  # token ids of the prompt and of th
 
 def warm_start(
     learner: Any,
-    demonstration: Callable[[int], Demonstration],
-    steps: int,
-    batch_size: int,
-    lr: float,
+    demonstration: Callable[[int, float], Demonstration],
+    config: WarmStartConfig,
     progress: Callable[[int, float], None],
 ) -> None:
-    """`steps` supervised steps on demonstrations number 0, 1, ...; the loss counts answer tokens only.
+    """Supervised steps on demonstrations number 0, 1, ...; the loss counts answer tokens only.
 
-    The learning rate rises linearly over 50 steps and falls linearly to 5 % of `lr`. `progress(step, loss)` is
-    called after every step.
+    The learning rate rises linearly over 50 steps and falls linearly to 5 % of ``config.lr``. `demonstration` takes a
+    number and the share of right answers; `progress(step, loss)` is called after every step.
     """
-    for step in range(steps):
-        first = step * batch_size
-        batch = supervised_batch([demonstration(first + offset) for offset in range(batch_size)])
+    for step in range(config.steps):
+        numbers = range(step * config.batch_size, (step + 1) * config.batch_size)
+        batch = supervised_batch([demonstration(number, config.correct_share) for number in numbers])
         rising = min(1.0, (step + 1) / _WARM_UP_STEPS)
-        falling = max(_FINAL_SHARE, 1 - step / steps)
-        progress(step + 1, learner.supervised_step(*batch, lr=lr * rising * falling))
+        falling = max(_FINAL_SHARE, 1 - step / config.steps)
+        progress(step + 1, learner.supervised_step(*batch, lr=config.lr * rising * falling))
 
 
 def supervised_batch(demonstrations: list[Demonstration]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -1,0 +1,247 @@
+"""A run's parts, put together from its configuration: task, actors, rewards, records."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from kernels.precision_map import PrecisionMap
+from rl.actors import LearnerActor, SamplerActor, WeightSyncActor, peak_memory_mib
+from rl.checkpoint import Checkpoint, CheckpointStore
+from rl.cluster import Remote, local_cluster, start_actor, stop_actor, wait
+from rl.compose import to_yaml
+from rl.config import Config
+from rl.data.prompts import Prompt
+from rl.errors import ConfigError
+from rl.models import cached_folder, folder_digest, initial_model, model_architecture
+from rl.records.logger import RunLogger
+from rl.records.provenance import record_engines, record_launch
+from rl.records.report import write_report
+from rl.records.view import RunView, open_view
+from rl.rewards.pool import RewardPool
+from rl.rollout import Group, Rollout, response_seed
+from rl.run_folder import RunFolder
+from rl.specs import check_experts_ran, check_specifications
+from rl.task import Task, own_tokenizer, problem_source
+from rl.validate import check_against_model, resolve_maps
+from rl.warm_start import warm_start
+from sampler.config import SamplingConfig
+from sampler.engine import Completion
+
+log = logging.getLogger(__name__)
+
+_LEARNER = "learner"  # its folder in a checkpoint
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the driver works with. `restored` is the driver's state in the checkpoint, empty for a new run."""
+
+    config: Config
+    task: Task
+    learner: Remote
+    samplers: Sequence[Remote]
+    weight_sync: Remote
+    rewards: RewardPool
+    folder: RunFolder
+    logger: RunLogger
+    view: RunView
+    checkpoints: CheckpointStore
+    restored: dict[str, Any]
+
+    def generate(
+        self, prompts: Sequence[Prompt], samples: int, purpose: str, sampling: SamplingConfig
+    ) -> list[list[Completion]]:
+        """`samples` responses to each prompt, in the order of `prompts`, which the samplers share out."""
+        sampling = replace(sampling, stop_token_ids=self.task.stop_token_ids)
+        seed = self.config.run.seed
+        shares = [prompts[index :: len(self.samplers)] for index in range(len(self.samplers))]
+        started = [
+            sampler.later.generate(
+                [list(prompt.token_ids) for prompt in share],
+                [[response_seed(seed, purpose, prompt.position, k) for k in range(samples)] for prompt in share],
+                sampling,
+            )
+            for sampler, share in zip(self.samplers, shares, strict=True)
+        ]
+        results = [iter(responses) for responses in wait(started)]
+        return [next(results[index % len(results)]) for index in range(len(prompts))]
+
+    def score(self, prompts: Sequence[Prompt], responses: Sequence[Sequence[Completion]]) -> list[Group]:
+        """Decode and score every response; each has exactly one score."""
+        pairs = [(prompt, completion) for prompt, own in zip(prompts, responses, strict=True) for completion in own]
+        scores = iter(self.rewards.score([(self.task.text(c.token_ids), prompt.problem) for prompt, c in pairs]))
+        return [
+            Group(prompt, tuple(Rollout(completion, next(scores)) for completion in own))
+            for prompt, own in zip(prompts, responses, strict=True)
+        ]
+
+    def record(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write the metrics of a step to metrics.jsonl, W&B and the terminal."""
+        memory = {
+            "memory/driver": peak_memory_mib(),
+            "memory/learner": self.learner.memory_mib(),
+            "memory/sampler": max(wait([sampler.later.memory_mib() for sampler in self.samplers])),
+        }
+        self.logger.log(step, {**metrics, **memory})
+        self.view.step(step, {**metrics, **memory})
+
+    def save(self, step: int, state: dict[str, Any]) -> None:
+        """Write a checkpoint: the learner's state and the driver's."""
+        self.checkpoints.save(step, lambda folder: self.learner.checkpoint(folder / _LEARNER), state)
+
+    def engine_reports(self) -> list[Any]:
+        return [self.learner.report(), *(sampler.report() for sampler in self.samplers), self.weight_sync.report()]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a configuration resolves to; making one starts nothing and refuses whatever cannot work."""
+
+    config: Config
+    task: Task
+    model: Path  # the initial policy, before a warm start
+    learner_map: PrecisionMap
+    sampler_map: PrecisionMap
+    rewards: RewardPool  # not yet started
+    resumed: tuple[RunFolder, Checkpoint] | None
+
+
+def make_plan(config: Config) -> Plan:
+    """Check everything that can be checked before an engine starts. Raises UserError."""
+    resumed = _resumed_run(config)
+    source = problem_source(config.data, config.run.seed)
+    rewards = RewardPool.from_config(config.reward)
+    cache = Path(config.run.cache_dir)
+    model = initial_model(config.model, own_tokenizer(source, cache), config.run.seed, cache)
+    architecture = model_architecture(model)
+    check_against_model(config, architecture)
+    learner_map, sampler_map = resolve_maps(config.spec, architecture.layers)
+    return Plan(config, Task(config, source, model), model, learner_map, sampler_map, rewards, resumed)
+
+
+@contextmanager
+def open_job(plan: Plan) -> Iterator[Job]:
+    """Start the engines, in a new run folder or in that of the run that is resumed.
+
+    On the way out everything is stopped and the report is written. Raises SpecMismatch before the first rollout
+    when the engines do not compute under one specification.
+    """
+    config = plan.config
+    folder, checkpoint = plan.resumed or (_new_folder(config), None)
+    resumed_at = checkpoint.step if checkpoint else None
+    with ExitStack() as stack:
+        stack.callback(write_report, folder)
+        record = config.logging
+        logger = RunLogger(folder, wandb=record.wandb, project=record.project, resumed_at=resumed_at)
+        stack.enter_context(logger)
+        record_launch(folder, resumed_at)
+        view = stack.enter_context(open_view(record.view, folder.title, config.run.iterations))
+        stack.enter_context(_log_to(folder, view))
+        stack.enter_context(plan.rewards)
+        stack.enter_context(local_cluster(config.run.object_store_mib))
+        learner, samplers, weight_sync = _start_engines(plan, folder, view)
+        if checkpoint:
+            learner.restore(checkpoint.path / _LEARNER)
+        checkpoints = CheckpointStore(folder.checkpoints, config.run.keep_checkpoints)
+        restored = checkpoint.state if checkpoint else {}
+        job = Job(
+            config, plan.task, learner, samplers, weight_sync, plan.rewards, folder, logger, view, checkpoints, restored
+        )
+        line = check_specifications(job.engine_reports(), config.spec.allow_difference)
+        view.message(f"execution specification {config.spec.name}: {line}")
+        log.info("execution specification %s: %s", config.spec.name, line)
+        yield job
+        reports = job.engine_reports()
+        check_experts_ran(reports)
+        record_engines(folder, reports)
+
+
+def _resumed_run(config: Config) -> tuple[RunFolder, Checkpoint] | None:
+    if not config.run.resume:
+        return None
+    folder = RunFolder.open(Path(config.run.resume))
+    checkpoint = folder.checkpoint_to_resume(config.run.keep_checkpoints)
+    if checkpoint.step >= config.run.iterations:
+        raise ConfigError(
+            f"run.iterations={config.run.iterations}: {folder.path} has finished {checkpoint.step} iterations already"
+        )
+    return folder, checkpoint
+
+
+def _new_folder(config: Config) -> RunFolder:
+    return RunFolder.create(Path(config.run.output_dir), config.run.name, to_yaml(config))
+
+
+@contextmanager
+def _log_to(folder: RunFolder, view: RunView) -> Iterator[None]:
+    """Send log records to run.log, and warnings to the terminal too."""
+    file, terminal = logging.FileHandler(folder.log, encoding="utf-8"), view.log_handler()
+    file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    terminal.setLevel(logging.WARNING)
+    logger = logging.getLogger("rl")
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+    for handler in (file, terminal):
+        logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        for handler in (file, terminal):
+            logger.removeHandler(handler)
+        file.close()
+
+
+def _start_engines(plan: Plan, folder: RunFolder, view: RunView) -> tuple[Remote, list[Remote], Remote]:
+    """Learner, samplers and weight sync, after a warm start where one is asked for."""
+    config = plan.config
+    model = _warm_model(plan, folder, view)
+    view.message("starting vLLM (sampler) and Megatron-core (learner)")
+    learner = _start_learner(plan, model, folder)
+    sampler_log = folder.path / "sampler.log"
+    sampler = start_actor(
+        SamplerActor, "sampler", config.sampler.threads, sampler_log, model, plan.sampler_map, config.sampler
+    )
+    wait([learner.later.ready(), sampler.later.ready()])
+    sync_log = folder.path / "weight_sync.log"
+    weight_sync = start_actor(WeightSyncActor, "weight_sync", 1, sync_log, learner, [sampler], plan.sampler_map)
+    return learner, [sampler], weight_sync
+
+
+def _start_learner(plan: Plan, model: Path, folder: RunFolder) -> Remote:
+    config, log_file = plan.config, folder.path / "learner.log"
+    arguments = (model, plan.learner_map, config.learner, config.run.seed)
+    return start_actor(LearnerActor, "learner", config.learner.threads, log_file, *arguments)
+
+
+def _warm_model(plan: Plan, folder: RunFolder, view: RunView) -> Path:
+    """The folder to start from: the initial policy, or what a supervised start made of it (cached by content)."""
+    config, settings = plan.config, plan.config.model.warm_start
+    if not settings.steps:
+        return plan.model
+
+    def progress(step: int, loss: float) -> None:
+        view.stage(f"warm start {step}/{settings.steps}")
+        if step % 100 == 0 or step == settings.steps:
+            view.message(f"warm start: step {step}/{settings.steps}, loss {loss:.3f}")
+
+    def make(out: Path) -> None:
+        learner = _start_learner(plan, plan.model, folder)
+        warm_start(learner, plan.task.demonstration, settings, progress)
+        learner.save_hf(out)
+        stop_actor(learner)
+
+    learner = config.learner
+    key = {
+        "base": folder_digest(plan.model),
+        "data": plan.task.source.describe(),
+        "settings": vars(settings),
+        "seed": config.run.seed,
+        "precision_map": plan.learner_map.fingerprint,
+        "learner": [learner.dtype, learner.betas, learner.eps, learner.weight_decay, learner.grad_clip],
+    }
+    return cached_folder(Path(config.run.cache_dir), "warm", key, make)

@@ -1,0 +1,69 @@
+"""What a run is trained on: problems, tokenizer, prompts and, for a warm start, demonstrations."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rl.config import ArithmeticData, Config, FileData, SumsData
+from rl.data.arithmetic import Arithmetic
+from rl.data.files import FileProblems
+from rl.data.problem import ProblemSource
+from rl.data.prompts import Prompts
+from rl.data.sums import Sums
+from rl.errors import ConfigError
+from rl.models import cached_folder
+from rl.validate import prompt_limit
+from rl.warm_start import Demonstration
+
+
+def problem_source(data: ArithmeticData | SumsData | FileData, seed: int) -> ProblemSource:
+    """The problems that `data` names. Raises DataError when they are missing or malformed."""
+    settings = {key: value for key, value in asdict(data).items() if key not in ("source", "overlong")}
+    match data:
+        case ArithmeticData():
+            return Arithmetic(**settings, seed=seed)
+        case SumsData():
+            return Sums(**settings, seed=seed)
+        case FileData():
+            return FileProblems(**settings, seed=seed)
+
+
+def own_tokenizer(source: ProblemSource, cache: Path) -> Path | None:
+    """The folder of the tokenizer that comes with the problems, or None: then it comes with the model."""
+    if not isinstance(source, Arithmetic):
+        return None
+    tokenizer = source.tokenizer()
+    return cached_folder(cache, "tokenizer", {"vocabulary": tokenizer.get_vocab()}, tokenizer.save_pretrained)
+
+
+class Task:
+    """Prompts as token ids, and texts back from responses.
+
+    Raises DataError for prompts that do not fit, ConfigError for a warm start without demonstrations.
+    """
+
+    def __init__(self, config: Config, source: ProblemSource, model_folder: Path):
+        from transformers import AutoTokenizer
+
+        self.source = source
+        self.tokenizer = AutoTokenizer.from_pretrained(model_folder, local_files_only=True)
+        self.prompts = Prompts(source, self.tokenizer, prompt_limit(config), config.data.overlong)
+        self.stop_token_ids = (int(self.tokenizer.eos_token_id),)
+        if config.model.warm_start.steps and not isinstance(source, Arithmetic):
+            raise ConfigError(
+                f"model.warm_start.steps={config.model.warm_start.steps}: data={config.data.source} has no"
+                " demonstrations to start from"
+            )
+
+    def text(self, token_ids: Any) -> str:
+        """The text of a response, without special tokens."""
+        return self.tokenizer.decode(token_ids, skip_special_tokens=True)
+
+    def demonstration(self, number: int, correct_share: float) -> Demonstration:
+        """Token ids of the prompt and of the answer, which ends with the end token."""
+        assert isinstance(self.source, Arithmetic)
+        prompt, answer = self.source.demonstrations(number, correct_share)
+        encoded = self.tokenizer([prompt, answer], add_special_tokens=False)["input_ids"]
+        return encoded[0], encoded[1] + [self.stop_token_ids[0]]
