@@ -24,7 +24,7 @@ def group_advantages(rewards: torch.Tensor, epsilon: float = EPSILON) -> torch.T
     if not bool(rewards.isfinite().all()):
         raise ValueError(f"rewards must be finite, {int((~rewards.isfinite()).sum())} are not")
     centred = rewards - rewards.mean(dim=1, keepdim=True)
-    advantages = centred / (rewards.std(dim=1, correction=0, keepdim=True) + epsilon)
+    std = centred.square().mean(dim=1, keepdim=True).sqrt()
     # The mean of equal numbers may differ from them by rounding, which a tiny std would blow up.
     constant = (rewards == rewards[:, :1]).all(dim=1, keepdim=True)
-    return torch.where(constant, 0.0, advantages)
+    return torch.where(constant, 0.0, centred / (std + epsilon))

@@ -36,8 +36,8 @@ def gap_statistics(
     gap/tis_clipped: share of tokens whose ratio is more than `tis_cap`; 0 when it is None.
 
     gap/ratio_mean: mean ratio; its expectation is 1. gap/k3: mean of exp(d) - 1 - d, the k3 estimate of
-    KL(sampler || learner) (Schulman 2020, "Approximating KL Divergence"). gap/ess: effective sample size of the
-    ratios w as a share of the tokens, (sum w)^2 / (T sum w^2) (Kish 1965). In these three d is bounded to
+    KL(sampler || learner) (Schulman 2020, "Approximating KL Divergence"). gap/ess: effective sample size of
+    the ratios w as a share of the tokens, (sum w)^2 / (T sum w^2) (Kish 1965). In these three d is bounded to
     +-LOG_RATIO_BOUND.
 
     Raises ValueError for other shapes and when there is no token, NonFiniteLogp with counts for values that

@@ -57,8 +57,8 @@ class GroupBuffer(Generic[G]):
     The fields are the whole state: a buffer made from them goes on where the other stopped.
 
     needed: groups of the batch. group_size: responses of each. max_rounds: calls of `add` at most.
-    keep_constant: also keep groups whose outcomes are all the same (no dynamic sampling). Groups with a failed
-        response are dropped even so.
+    keep_constant: also keep groups whose outcomes are all the same (no dynamic sampling). Groups with a
+        failed response are dropped even so.
 
     Raises ValueError when `needed`, `group_size` or `max_rounds` is less than 1.
     """

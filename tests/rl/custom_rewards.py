@@ -1,0 +1,61 @@
+"""Reward functions that behave badly, for the tests of the registry and of the pool."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from rl.data.problem import Problem
+from rl.rewards.score import Score
+
+not_a_function = 3
+
+
+def by_order(response: str, problem: Problem) -> Score:
+    """Does what the response says."""
+    command, _, argument = response.partition(" ")
+    match command:
+        case "score":
+            return Score(float(argument), correct=argument == problem.answer)
+        case "sleep":
+            time.sleep(float(argument))
+        case "hold":  # inside C, with the interpreter lock held: no Python handler or thread can interrupt it
+            ctypes.PyDLL(None).sleep(int(argument))
+        case "spin":
+            while True:
+                pass
+        case "raise":
+            raise RuntimeError(argument)
+        case "recurse":
+            return by_order(response, problem)
+        case "exit":
+            sys.exit(int(argument))
+        case "segfault":
+            os.kill(os.getpid(), signal.SIGSEGV)
+        case "allocate":
+            return Score(float(len(bytearray(int(argument)))), correct=False)
+        case "child":  # leaves the id of a process of its own, then hangs
+            child = subprocess.Popen(["sleep", "600"])
+            Path(argument).write_text(str(child.pid))
+            time.sleep(600)
+        case "modules":
+            return Score.failed(
+                ",".join(sorted(set(sys.modules) & {"torch", "numpy", "ray", "vllm", "sympy", "datasets"}))
+                or "none"
+            )
+        case "pid":
+            return Score(float(os.getpid()), correct=False)
+    return Score.of(False)
+
+
+def no_score(response: str, problem: Problem) -> float:
+    return 1.0
+
+
+def one_argument(response: str) -> Score:
+    return Score.of(True)

@@ -1,0 +1,153 @@
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import stats
+
+from rl.gap import NonFiniteLogp, gap_statistics
+
+NAMES = {
+    *("gap/mean", "gap/abs_mean", "gap/p50", "gap/p90", "gap/p99", "gap/p999", "gap/max"),
+    *("gap/beyond_clip", "gap/ratio_mean", "gap/k3", "gap/ess", "gap/tis_clipped"),
+}
+
+
+def statistics(learner, sampler, clip_low=0.2, clip_high=0.28, tis_cap=2.0) -> dict[str, float]:
+    tensors = (torch.as_tensor(x) for x in (learner, sampler))
+    return gap_statistics(*tensors, clip_low=clip_low, clip_high=clip_high, tis_cap=tis_cap)
+
+
+def of(differences, **settings) -> dict[str, float]:
+    d = torch.tensor(differences, dtype=torch.float64)
+    return statistics(d, torch.zeros_like(d), **settings)
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 1000])
+def test_equal_engines_have_no_gap(tokens):
+    logp = -torch.rand(tokens)
+    found = statistics(logp, logp.clone())
+    assert found.keys() == NAMES
+    assert found == dict.fromkeys(NAMES, 0.0) | {"gap/ratio_mean": 1.0, "gap/ess": 1.0}
+
+
+@settings(deadline=None)
+@given(st.lists(st.floats(-3, 3), min_size=1, max_size=300))
+def test_against_numpy_and_the_definitions(differences):
+    d = np.array(differences)
+    w = np.exp(d)
+    found = of(differences)
+    expected = {
+        "gap/mean": math.fsum(d) / len(d),
+        "gap/abs_mean": math.fsum(abs(d)) / len(d),
+        "gap/max": max(abs(d)),
+        "gap/beyond_clip": sum(x < 0.8 or x > 1.28 for x in w) / len(d),
+        "gap/tis_clipped": sum(x > 2 for x in w) / len(d),
+        "gap/ratio_mean": math.fsum(w) / len(d),
+        "gap/k3": math.fsum(w - 1 - d) / len(d),
+        "gap/ess": math.fsum(w) ** 2 / (len(d) * math.fsum(w**2)),
+    }
+    for name, value in expected.items():
+        assert found[name] == pytest.approx(value, rel=1e-12, abs=1e-13), name
+    for name, share in {"gap/p50": 50, "gap/p90": 90, "gap/p99": 99, "gap/p999": 99.9}.items():
+        assert found[name] == pytest.approx(stats.scoreatpercentile(abs(d), share), rel=1e-12, abs=1e-15)
+
+
+def test_quantiles_in_closed_form():
+    """|d| = 0, 1, ..., 1000 in thousandths: the quantile q is q itself."""
+    thousandths = torch.randperm(1001, generator=torch.Generator().manual_seed(0)).double() / 1000
+    signs = torch.where(torch.arange(1001) % 2 == 0, 1.0, -1.0)
+    found = of((thousandths * signs).tolist())
+    assert [found[f"gap/{q}"] for q in ("p50", "p90", "p99", "p999", "max")] == pytest.approx(
+        [0.5, 0.9, 0.99, 0.999, 1.0], rel=1e-12
+    )
+
+
+def test_gaussian_differences_in_closed_form():
+    """d ~ N(-s^2/2, s^2) is what ratios with mean 1 look like: E[k3] = s^2/2 and ess = exp(-s^2)."""
+    s = 0.1
+    d = np.random.default_rng(0).normal(-s * s / 2, s, 1_000_000)
+    found = of(d)
+    assert found["gap/ratio_mean"] == pytest.approx(1, abs=5e-4)
+    assert found["gap/k3"] == pytest.approx(s * s / 2, rel=0.01)
+    assert found["gap/ess"] == pytest.approx(math.exp(-s * s), abs=5e-4)
+    folded = stats.foldnorm(0.5 * s, scale=s)
+    assert found["gap/p99"] == pytest.approx(folded.ppf(0.99), rel=0.01)
+    beyond = stats.norm(-s * s / 2, s)
+    assert found["gap/beyond_clip"] == pytest.approx(
+        beyond.cdf(math.log(0.8)) + beyond.sf(math.log(1.28)), rel=0.05
+    )
+
+
+def test_k3_estimates_the_divergence_from_sampler_to_learner():
+    """Weighted by the sampler's probabilities, k3 is exactly KL(sampler || learner)."""
+    counts = np.array([50, 30, 15, 5])
+    sampler, learner = counts / 100, np.array([0.4, 0.4, 0.1, 0.1])
+    found = statistics(np.repeat(np.log(learner), counts), np.repeat(np.log(sampler), counts))
+    assert found["gap/k3"] == pytest.approx(stats.entropy(sampler, learner), rel=1e-12)
+    assert found["gap/ratio_mean"] == pytest.approx(1, rel=1e-12)
+    assert found["gap/mean"] == pytest.approx(-stats.entropy(sampler, learner), rel=1e-12)
+
+
+def test_small_gaps_are_not_lost_to_rounding():
+    found = of([1e-7] * 3)
+    assert found["gap/k3"] == pytest.approx(5e-15, rel=1e-6)  # d^2 / 2
+    assert 0 < found["gap/ratio_mean"] - 1 < 2e-7
+
+
+def test_float32_log_probabilities_are_subtracted_in_float64():
+    learner, sampler = torch.tensor([-1.0000001]), torch.tensor([-30.0])
+    assert statistics(learner, sampler)["gap/mean"] == float(learner.double() - sampler.double())
+
+
+def test_extreme_gaps_overflow_nothing():
+    found = of([1e4, -1e4, 0.0])
+    assert found["gap/max"] == 1e4
+    assert found["gap/mean"] == 0
+    assert found["gap/ratio_mean"] == pytest.approx((math.exp(20) + 1) / 3, rel=1e-9)
+    assert found["gap/beyond_clip"] == pytest.approx(2 / 3)
+    assert found["gap/ess"] == pytest.approx(1 / 3, rel=1e-6)
+    assert all(map(math.isfinite, found.values()))
+
+
+def test_bounds_are_inclusive_and_a_missing_cap_clips_nothing():
+    edges = [math.log(0.5), 0.0, math.log(2.0)]
+    assert of(edges, clip_low=0.5, clip_high=1.0)["gap/beyond_clip"] == 0
+    assert of(edges, clip_low=0.49, clip_high=1.0)["gap/beyond_clip"] == pytest.approx(1 / 3)
+    assert of(edges, clip_low=0.5, clip_high=0.99)["gap/beyond_clip"] == pytest.approx(1 / 3)
+    assert of(edges, tis_cap=2.0)["gap/tis_clipped"] == 0
+    assert of(edges, tis_cap=1.99)["gap/tis_clipped"] == pytest.approx(1 / 3)
+    assert of(edges, tis_cap=None)["gap/tis_clipped"] == 0
+
+
+def test_more_tokens_than_torch_quantile_takes():
+    d = torch.zeros(2**24 + 1)
+    with pytest.raises(RuntimeError, match="too large"):
+        torch.quantile(d, 0.99)
+    d[0] = 5.0
+    assert gap_statistics(d, torch.zeros_like(d), clip_low=0.2, clip_high=0.2, tis_cap=2.0)["gap/max"] == 5
+
+
+def test_values_that_are_not_finite_are_counted_by_engine():
+    learner, sampler = torch.zeros(6), torch.zeros(6)
+    learner[[2, 4]] = torch.nan
+    sampler[5] = -torch.inf
+    with pytest.raises(NonFiniteLogp) as failure:
+        statistics(learner, sampler)
+    assert str(failure.value) == (
+        "log-probabilities that are not finite, of 6 response tokens: 2 from the learner, 1 from the sampler;"
+        " first at token 2: learner nan, sampler 0.0"
+    )
+
+
+def test_no_tokens_and_other_shapes_are_refused():
+    with pytest.raises(ValueError, match="no response tokens"):
+        of([])
+    with pytest.raises(ValueError, match=r"\(3,\) and \(2,\)"):
+        statistics(torch.zeros(3), torch.zeros(2))
+    with pytest.raises(ValueError, match=r"shape \[tokens\]"):
+        statistics(torch.zeros(3, 2), torch.zeros(3, 2))
