@@ -99,7 +99,7 @@ def _quantize(x: torch.Tensor, spec: ExecutionSpec, shared_scale: bool, what: st
         raise ValueError(
             f"NVFP4 needs rows of a positive multiple of {BLOCK} elements, got {what} {tuple(x.shape)}"
         )
-    x = x.detach().to(torch.bfloat16).contiguous()
+    x = x.detach().to(torch.bfloat16)
     # The bit patterns of non-negative BF16 numbers are ordered as their values are, and NaN comes last.
     magnitude_bits = x.view(torch.int16) & 0x7FFF
     block_amax = magnitude_bits.view(rows, width // BLOCK, BLOCK).amax(-1).view(torch.bfloat16).float()
@@ -114,6 +114,7 @@ def _quantize(x: torch.Tensor, spec: ExecutionSpec, shared_scale: bool, what: st
     outer = torch.where(amax < ZERO_GROUP_BELOW, 1.0, amax / divisor)
     block_scales = codec_e4m3.encode(block_amax / (outer * codec_e2m1.MAX))
     zero_block = block_scales == 0
+    # A step of 1 keeps 0/0 out; the codes of these blocks are cleared below.
     step = (codec_e4m3.decode(block_scales) * outer).masked_fill_(zero_block, 1.0)
     codes = _encode_elements(x, step)
     codes.view(rows, width // BLOCK, BLOCK // 2).masked_fill_(zero_block.unsqueeze(-1), 0)

@@ -1,4 +1,4 @@
-"""The expert layer in plain PyTorch: the definition of what an execution spec computes. Runs on any device.
+"""The expert layer in plain PyTorch: the definition of what an execution spec computes.
 
 `fp32_any_order` says that an element of a product is the sum of exact products, rounded to FP32 in an order
 that the spec leaves open. The reference takes the member of that family that depends on nothing else: it sums
