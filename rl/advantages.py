@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 EPSILON = 1e-6
 
 
-def group_advantages(rewards: torch.Tensor, epsilon: float = EPSILON) -> torch.Tensor:
+def group_advantages(
+    rewards: torch.Tensor | Sequence[Sequence[float]], epsilon: float = EPSILON
+) -> torch.Tensor:
     """(r - mean) / (std + epsilon) within each group, float64 [G, N]; zero throughout where all N are equal.
 
     rewards: [G, N] real, one row a group: the N responses to one prompt. All are computed in float64.
@@ -18,9 +22,9 @@ def group_advantages(rewards: torch.Tensor, epsilon: float = EPSILON) -> torch.T
 
     Raises ValueError when the shape is not [G, N] with N >= 1 or a reward is not finite.
     """
+    rewards = torch.as_tensor(rewards, dtype=torch.float64)
     if rewards.dim() != 2 or rewards.shape[1] < 1:
         raise ValueError(f"rewards must have shape [groups, group size], got {tuple(rewards.shape)}")
-    rewards = rewards.double()
     if not bool(rewards.isfinite().all()):
         raise ValueError(f"rewards must be finite, {int((~rewards.isfinite()).sum())} are not")
     centred = rewards - rewards.mean(dim=1, keepdim=True)

@@ -6,8 +6,13 @@ the sampler. The importance ratio of a token is exp(d).
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 import torch
+
+if TYPE_CHECKING:
+    from learner.config import ObjectiveConfig
 
 QUANTILES = {"gap/p50": 0.5, "gap/p90": 0.9, "gap/p99": 0.99, "gap/p999": 0.999}
 LOG_RATIO_BOUND = 20.0  # of d inside exponentials, so that none overflows: exp(20) = 4.9e8
@@ -18,12 +23,7 @@ class NonFiniteLogp(ArithmeticError):
 
 
 def gap_statistics(
-    learner_logp: torch.Tensor,
-    sampler_logp: torch.Tensor,
-    *,
-    clip_low: float,
-    clip_high: float,
-    tis_cap: float | None,
+    learner_logp: torch.Tensor, sampler_logp: torch.Tensor, objective: ObjectiveConfig
 ) -> dict[str, float]:
     """Statistics of d over the response tokens of a whole step, in float64; log-probabilities in nats.
 
@@ -33,7 +33,8 @@ def gap_statistics(
     |d|, exact, by sorting, linear between neighbours (`numpy.quantile`).
 
     gap/beyond_clip: share of tokens whose ratio exp(d) alone lies outside [1 - clip_low, 1 + clip_high].
-    gap/tis_clipped: share of tokens whose ratio is more than `tis_cap`; 0 when it is None.
+    gap/tis_clipped: share of tokens whose ratio is more than tis_cap; 0 when that is None. The three bounds
+    are those of `objective`.
 
     gap/ratio_mean: mean ratio; its expectation is 1. gap/k3: mean of exp(d) - 1 - d, the k3 estimate of
     KL(sampler || learner) (Schulman 2020, "Approximating KL Divergence"). gap/ess: effective sample size of
@@ -48,17 +49,18 @@ def gap_statistics(
     distance = np.abs(d)
     bounded = np.clip(d, -LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     ratio = np.exp(bounded)
+    lower, upper = 1 - objective.clip_low, 1 + objective.clip_high
     quantiles = np.quantile(distance, list(QUANTILES.values()))
     statistics = {
         "gap/mean": d.mean(),
         "gap/abs_mean": distance.mean(),
         **dict(zip(QUANTILES, quantiles, strict=True)),
         "gap/max": distance.max(),
-        "gap/beyond_clip": ((ratio < 1 - clip_low) | (ratio > 1 + clip_high)).mean(),
+        "gap/beyond_clip": ((ratio < lower) | (ratio > upper)).mean(),
         "gap/ratio_mean": ratio.mean(),
         "gap/k3": (np.expm1(bounded) - bounded).mean(),
         "gap/ess": ratio.sum() ** 2 / (ratio.size * np.square(ratio).sum()),
-        "gap/tis_clipped": 0.0 if tis_cap is None else (ratio > tis_cap).mean(),
+        "gap/tis_clipped": 0.0 if objective.tis_cap is None else (ratio > objective.tis_cap).mean(),
     }
     return {name: float(value) for name, value in statistics.items()}
 

@@ -57,8 +57,8 @@ class GroupBuffer(Generic[G]):
     The fields are the whole state: a buffer made from them goes on where the other stopped.
 
     needed: groups of the batch. group_size: responses of each. max_rounds: calls of `add` at most.
-    keep_constant: also keep groups whose outcomes are all the same (no dynamic sampling). Groups with a
-        failed response are dropped even so.
+    dynamic_sampling: False keeps groups whose outcomes are all the same, too; groups with a failed response
+        are dropped even so.
 
     Raises ValueError when `needed`, `group_size` or `max_rounds` is less than 1.
     """
@@ -66,9 +66,9 @@ class GroupBuffer(Generic[G]):
     needed: int
     group_size: int
     max_rounds: int
-    keep_constant: bool = False
+    dynamic_sampling: bool = True
     kept: list[G] = field(default_factory=list)
-    drawn: list[G] = field(default_factory=list)
+    drawn: int = 0
     rounds: int = 0
     solved: int = 0
     unsolved: int = 0
@@ -105,16 +105,15 @@ class GroupBuffer(Generic[G]):
         if self.missing and self.rounds >= self.max_rounds:
             raise TooFewGroups(
                 f"{len(self.kept)} of {self.needed} groups kept after {self.rounds} rounds"
-                f" ({len(self.drawn)} drawn: {self.solved} with only right answers, {self.unsolved} with only"
+                f" ({self.drawn} drawn: {self.solved} with only right answers, {self.unsolved} with only"
                 f" wrong ones, {self.failed} with a failed reward); raise algorithm.max_rounds, use problems"
                 " nearer to what the model can do, or set algorithm.dynamic_sampling=false"
             )
 
     def _place(self, group: G) -> None:
-        self.drawn.append(group)
+        self.drawn += 1
         verdict = judge(group.scores)
-        constant = verdict in (Verdict.SOLVED, Verdict.UNSOLVED)
-        if verdict is Verdict.MIXED or (constant and self.keep_constant):
+        if verdict is Verdict.MIXED or not (self.dynamic_sampling or verdict is Verdict.FAILED):
             if self.missing:
                 self.kept.append(group)
             else:
@@ -130,7 +129,7 @@ class GroupBuffer(Generic[G]):
         """Counts so far: drawn = kept + dropped_constant + dropped_error + surplus."""
         return {
             "groups/kept": len(self.kept),
-            "groups/drawn": len(self.drawn),
+            "groups/drawn": self.drawn,
             "groups/rounds": self.rounds,
             "groups/dropped_constant": self.solved + self.unsolved,
             "groups/dropped_error": self.failed,

@@ -19,7 +19,7 @@ values = st.floats(-100, 100, allow_nan=False).map(lambda x: round(x, 3))
     )
 )
 def test_equals_scipys_population_z_score(rewards):
-    found = group_advantages(torch.tensor(rewards, dtype=torch.float64), epsilon=0.0)
+    found = group_advantages(rewards, epsilon=0.0)
     assert found.dtype == torch.float64
     for row, group in zip(found.numpy(), rewards, strict=True):
         if min(group) == max(group):
@@ -75,6 +75,11 @@ def test_no_groups_give_no_advantages():
 def test_other_shapes_are_refused(shape):
     with pytest.raises(ValueError, match=r"shape \[groups, group size\]"):
         group_advantages(torch.zeros(shape))
+
+
+def test_groups_of_different_sizes_are_refused():
+    with pytest.raises(ValueError):
+        group_advantages([[0.0, 1.0], [0.0, 1.0, 1.0]])
 
 
 def test_rewards_that_are_not_finite_are_counted():

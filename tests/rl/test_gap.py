@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
+from learner.config import ObjectiveConfig
 from rl.gap import NonFiniteLogp, gap_statistics
 
 NAMES = {
@@ -19,7 +20,7 @@ NAMES = {
 
 def statistics(learner, sampler, clip_low=0.2, clip_high=0.28, tis_cap=2.0) -> dict[str, float]:
     tensors = (torch.as_tensor(x) for x in (learner, sampler))
-    return gap_statistics(*tensors, clip_low=clip_low, clip_high=clip_high, tis_cap=tis_cap)
+    return gap_statistics(*tensors, ObjectiveConfig(clip_low=clip_low, clip_high=clip_high, tis_cap=tis_cap))
 
 
 def of(differences, **settings) -> dict[str, float]:
@@ -129,7 +130,7 @@ def test_more_tokens_than_torch_quantile_takes():
     with pytest.raises(RuntimeError, match="too large"):
         torch.quantile(d, 0.99)
     d[0] = 5.0
-    assert gap_statistics(d, torch.zeros_like(d), clip_low=0.2, clip_high=0.2, tis_cap=2.0)["gap/max"] == 5
+    assert gap_statistics(d, torch.zeros_like(d), ObjectiveConfig())["gap/max"] == 5
 
 
 def test_values_that_are_not_finite_are_counted_by_engine():

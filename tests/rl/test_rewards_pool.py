@@ -55,6 +55,12 @@ def test_scores_keep_their_order(pool):
     assert pool.score([]) == []
 
 
+def test_long_responses_pass_through(pool):
+    (score,) = pool.score(samples("score 1 " + "x" * 2**21))
+    assert score.error.startswith("ValueError: could not convert string to float")
+    assert len(score.error) == 500
+
+
 def test_a_batch_with_every_failure_gives_each_sample_its_own_score(pool):
     batch = [
         "score 1",
