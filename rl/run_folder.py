@@ -77,6 +77,10 @@ class RunFolder:
             )
         return checkpoint
 
+    def replace_config(self, config_yaml: str) -> None:
+        """Save the configuration with which the run goes on from here."""
+        write_atomically(self.config, config_yaml)
+
     @property
     def config(self) -> Path:
         return self.path / "config.yaml"

@@ -77,7 +77,10 @@ def draw_panel(panel: Panel, history: History) -> Chart | None:
         axes.set_xlabel("iteration")
         axes.set_axisbelow(True)
         _limit_steps(axes, list(history))
-        figure.legend(loc="outside upper left", ncols=3, borderaxespad=0.2)
+        if axes.get_legend_handles_labels()[0]:
+            figure.legend(loc="outside upper left", ncols=3, borderaxespad=0.2)
+        else:
+            axes.text(0.5, 0.5, "not finite", transform=axes.transAxes, ha="center", color="#444444")
         buffer = io.BytesIO()
         figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
     series = [(name, METRICS[name].meaning) for name in names]
@@ -162,7 +165,7 @@ def stacked(axes: Axes, history: History, names: Sequence[str]) -> None:
         if len(at):
             axes.stairs(base + values, edges, baseline=base, fill=True, **look)
         base = base + values
-    axes.set_ylim(bottom=0)
+    axes.set_ylim(0, None if base.max() > 0 else 1)
     axes.set_ylabel(METRICS[names[0]].unit)
 
 
