@@ -42,7 +42,7 @@ class TrainBatch:
 
     def select(self, rows: torch.Tensor) -> TrainBatch:
         """The sequences `rows` (int64 [R]), padded no further than the longest of them."""
-        width = int(self.lengths[rows].max()) if rows.numel() else 0
+        width = int(self.lengths[rows].max())
         parts = {field.name: getattr(self, field.name)[rows] for field in fields(self)}
         return TrainBatch(**{k: v[:, :width] if v.dim() == 2 else v for k, v in parts.items()})
 
@@ -80,8 +80,8 @@ def check_sequences(tokens: torch.Tensor, lengths: torch.Tensor, loss_mask: torc
     """Raises ValueError unless tokens int64 [B, S], lengths int64 [B] in [1, S] and loss_mask bool [B, S] fit
     together: a token in the mask lies within its sequence and is not its first, which nothing predicts.
     """
-    if tokens.dim() != 2:
-        raise ValueError(f"tokens must have shape [B, S], got {tuple(tokens.shape)}")
+    if tokens.dim() != 2 or len(tokens) == 0:
+        raise ValueError(f"tokens must have shape [B, S] with at least one row, got {tuple(tokens.shape)}")
     _check("tokens", tokens, tokens.shape, torch.int64)
     _check("lengths", lengths, tokens.shape[:1], torch.int64)
     _check("loss_mask", loss_mask, tokens.shape, torch.bool)

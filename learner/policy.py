@@ -115,8 +115,8 @@ class Policy:
     def supervised_step(
         self, tokens: torch.Tensor, lengths: torch.Tensor, loss_mask: torch.Tensor, lr: float | None = None
     ) -> float:
-        """One optimiser step on the mean negative log-likelihood of the tokens in `loss_mask`; returns that
-        mean.
+        """One optimiser step on the mean negative log-likelihood of the tokens in `loss_mask`, which it
+        returns.
 
         `lr` replaces the scheduled learning rate. Raises as `update` does.
         """
@@ -227,11 +227,9 @@ class Policy:
 
     def _check_sequences(self, tokens: torch.Tensor, lengths: torch.Tensor, mask: torch.Tensor) -> None:
         check_sequences(tokens, lengths, mask)
-        if tokens.shape[1] > self.architecture.max_positions:
-            longest = int(lengths.max())
-            if longest > self.architecture.max_positions:
-                limit = self.architecture.max_positions
-                raise ValueError(f"a sequence has {longest} tokens, the model has {limit} positions")
+        longest, limit = int(lengths.max()), self.architecture.max_positions
+        if longest > limit:
+            raise ValueError(f"a sequence has {longest} tokens, the model has {limit} positions")
         vocab = self.architecture.vocab
         if bool(((tokens < 0) | (tokens >= vocab)).any()):
             raise ValueError(

@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from kernels.catalogue import named_spec
 from kernels.digest import tensor_digest
 from kernels.experts import ExpertWeights, wire_name
+from kernels.precision_map import PrecisionMap
 from learner.batch import TrainBatch
 from learner.config import ObjectiveConfig
 from learner.folders import read_state
@@ -253,6 +255,24 @@ def test_export_under_the_map_of_a_sampler_that_differs(model_folder: MakeFolder
     asked, own = dict(policy.export(other.precision_map)), dict(other.export())
     assert asked.keys() == own.keys()
     assert all(tensor_digest(tensor) == tensor_digest(own[name]) for name, tensor in asked.items())
+
+
+def test_each_layer_runs_and_travels_under_its_own_spec(
+    model_folder: MakeFolder, sequences: Sequences
+) -> None:
+    mixed = PrecisionMap.resolve(LAYERS, named_spec("minite"), first_layers_bf16=1)
+    policy = Policy(model_folder("qwen3_moe"), mixed, config(), seed=0)
+    exported = dict(policy.export())
+    assert exported[wire_name(0, "w13.weight")].dtype == torch.bfloat16
+    assert exported[wire_name(1, "w13.codes")].dtype == torch.uint8
+    assert wire_name(0, "w13.codes") not in exported and wire_name(1, "w13.weight") not in exported
+    scores = {
+        spec: make_policy(model_folder("qwen3_moe"), spec).score(*sequences, 1.0).logp
+        for spec in ("minite", "bf16", "fp32")
+    }
+    found = policy.score(*sequences, 1.0).logp
+    distance = {spec: (logp - scores["fp32"]).abs().mean() for spec, logp in scores.items()}
+    assert distance["bf16"] < (found - scores["fp32"]).abs().mean() < distance["minite"]
 
 
 def test_a_tied_output_layer_is_not_exported(model_folder: MakeFolder) -> None:
