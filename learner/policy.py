@@ -98,9 +98,9 @@ class Policy:
 
         temperature: that of the distribution from which the tokens were sampled. Returns `loss`,
         `grad_norm` (before clipping), `lr`, `tokens`, and means over the tokens in the loss mask: `entropy`
-        and what `policy_loss` sums. Raises ValueError for a batch without response tokens,
-        FloatingPointError when a log-probability, the loss or the gradient is not finite; no weight has
-        changed then.
+        and what `policy_loss` sums. Raises ValueError for a batch without response tokens and when a value
+        that is not finite reaches a quantiser, FloatingPointError when an input, a log-probability, the loss
+        or the gradient is not finite; no weight has changed then.
         """
         _check_finite_inputs(batch)
 

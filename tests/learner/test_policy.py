@@ -206,8 +206,25 @@ def test_log_probabilities_that_are_not_finite_are_counted(
     with torch.no_grad():
         policy.model.output_layer.weight.copy_(before["output_layer.weight"])
     assert all(torch.equal(w, before[name]) for name, w in weights(policy).items())
-    # What a failed update left behind does not leak into the next.
-    fresh = make_policy(model_folder("mixtral"))
+
+
+def test_what_a_failed_update_left_behind_does_not_leak_into_the_next(
+    model_folder: MakeFolder, sequences: Sequences
+) -> None:
+    tokens, lengths, mask = sequences
+    rare = VOCAB - 1
+    tokens = tokens.where(tokens != rare, 0)
+    tokens[1, 0] = rare  # in the last of five micro-batches only
+    policy, fresh = (make_policy(model_folder("mixtral"), micro_batch_tokens=12) for _ in range(2))
+    batch = make_batch(fresh, (tokens, lengths, mask))
+    embedding = policy.model.embedding.word_embeddings.weight
+    with torch.no_grad():
+        kept = embedding[rare].clone()
+        embedding[rare] = float("nan")
+    with pytest.raises(FloatingPointError, match="3 of 3 log-probabilities"):
+        policy.update(batch, OBJECTIVE, 1.0)
+    with torch.no_grad():
+        embedding[rare] = kept
     assert policy.update(batch, OBJECTIVE, 1.0) == fresh.update(batch, OBJECTIVE, 1.0)
 
 
