@@ -53,7 +53,7 @@ class RunLogger:
         except BaseException:
             os.close(self._claim)
             raise
-        self._wandb = None if wandb == "off" else _WandbProcess(folder, wandb, project, wandb_patience_s)
+        self._wandb = None if wandb == "off" else _start_wandb(folder, wandb, project, wandb_patience_s)
 
     def log(self, step: int, metrics: Mapping[str, object]) -> None:
         """Record `metrics` at `step`; a step may be recorded in parts.
@@ -119,10 +119,11 @@ class _WandbProcess:
         folder.wandb.mkdir(exist_ok=True)
         self._log = folder.wandb / "mirror.log"
         root = str(Path(__file__).resolve().parents[2])
+        arguments = (folder.path, mode, project, os.getpid())
         path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
         with self._log.open("ab") as output:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "rl.records.wandb_mirror", str(folder.path), mode, project],
+                [sys.executable, "-m", "rl.records.wandb_mirror", *map(str, arguments)],
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -153,6 +154,14 @@ class _WandbProcess:
             log.warning(
                 "W&B %s (%s). The run is not affected: its metrics are in metrics.jsonl", what, reason
             )
+
+
+def _start_wandb(folder: RunFolder, mode: WandbMode, project: str, patience_s: float) -> _WandbProcess | None:
+    try:
+        return _WandbProcess(folder, mode, project, patience_s)
+    except OSError as error:
+        log.warning("W&B cannot be started (%s). The run is not affected", error)
+        return None
 
 
 def _claim(folder: RunFolder) -> int:

@@ -168,7 +168,9 @@ def _metric_rows(history: History) -> list[dict[str, Any]]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m rl.records.report", description=write_report.__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m rl.records.report", description="Make report.html from what a run folder holds."
+    )
     parser.add_argument("run_folder", type=Path)
     try:
         print(write_report(RunFolder.open(parser.parse_args(arguments).run_folder)))

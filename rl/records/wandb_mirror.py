@@ -1,6 +1,6 @@
 """The W&B mirror of a run: a process that follows metrics.jsonl and repeats it to W&B.
 
-    python -m rl.records.wandb_mirror RUN_FOLDER offline|online PROJECT
+    python -m rl.records.wandb_mirror RUN_FOLDER offline|online PROJECT PARENT_PID
 
 It ends when its standard input is closed or the process that started it is gone, and sends the rest first.
 W&B sees the metrics of the run and its configuration, and nothing else: no code, git state, machine data,
@@ -26,7 +26,7 @@ from rl.run_folder import RunFolder, write_atomically
 POLL_S = 1.0
 
 
-def mirror(folder: RunFolder, mode: str, project: str) -> None:
+def mirror(folder: RunFolder, mode: str, project: str, parent: int) -> None:
     """Follow the run until it ends. Raises what W&B raises when it cannot start."""
     os.environ["WANDB_ERROR_REPORTING"] = "false"  # before wandb is imported
     os.environ["WANDB_DIR"] = str(folder.path)
@@ -54,7 +54,7 @@ def mirror(folder: RunFolder, mode: str, project: str) -> None:
         _config(folder), allow_val_change=True
     )  # a resumed run may have changed, say, its length
     first = run.step
-    for line in follow(folder.metrics):
+    for line in follow(folder.metrics, parent):
         step, metrics = decode_line(line)
         if step >= first:
             run.log(metrics, step=step)
@@ -70,9 +70,8 @@ def run_id(folder: RunFolder) -> str:
     return path.read_text()
 
 
-def follow(path: Path) -> Iterator[str]:
-    """The complete lines of a growing file, until standard input is closed or the parent process is gone."""
-    parent = os.getppid()
+def follow(path: Path, parent: int) -> Iterator[str]:
+    """The complete lines of a growing file, until standard input is closed or `parent` is gone."""
     position, last_look = 0, False
     while True:
         if path.exists():
@@ -92,8 +91,8 @@ def _config(folder: RunFolder) -> dict[str, Any]:
 
 
 def main(arguments: list[str]) -> None:
-    path, mode, project = arguments
-    mirror(RunFolder.open(Path(path)), mode, project)
+    path, mode, project, parent = arguments
+    mirror(RunFolder.open(Path(path)), mode, project, int(parent))
 
 
 if __name__ == "__main__":

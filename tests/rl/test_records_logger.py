@@ -153,19 +153,36 @@ def test_wandb_offline_writes_everything_and_sends_nothing(
     assert not _visited(network)
 
 
+# A run that is killed, while a process that it forked lives on and holds its pipes open.
+_KILLED = """
+import os, sys, time
+from pathlib import Path
+from rl.records.logger import RunLogger
+from rl.run_folder import RunFolder
+
+folder = RunFolder.open(Path(sys.argv[1]))
+logger = RunLogger(folder, wandb="offline")
+logger.log(1, {"policy/loss": 0.123456789})
+survivor = os.fork()
+if survivor == 0:
+    time.sleep(300)
+    os._exit(0)
+(folder.path / "survivor").write_text(str(survivor))
+os.kill(os.getpid(), 9)
+"""
+
+
 def test_wandb_is_finished_when_the_run_is_killed(folder: RunFolder, network: socket.socket) -> None:
-    script = (
-        "import os, sys; from pathlib import Path; from rl.run_folder import RunFolder;"
-        "from rl.records.logger import RunLogger;"
-        f"logger = RunLogger(RunFolder.open(Path({str(folder.path)!r})), wandb='offline');"
-        "logger.log(1, {'policy/loss': 0.123456789}); os.kill(os.getpid(), 9)"
-    )
-    killed = subprocess.run([sys.executable, "-c", script], env=os.environ | {"PYTHONPATH": str(ROOT)})
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    killed = subprocess.run([sys.executable, "-c", _KILLED, folder.path], env=environment)
     assert killed.returncode == -signal.SIGKILL
-    deadline = time.monotonic() + 60
-    while not any(b"0.123456789" in content for content in _offline_runs(folder)):
-        assert time.monotonic() < deadline, (folder.wandb / "mirror.log").read_text()
-        time.sleep(0.1)
+    try:
+        deadline = time.monotonic() + 60
+        while not any(b"0.123456789" in content for content in _offline_runs(folder)):
+            assert time.monotonic() < deadline, (folder.wandb / "mirror.log").read_text()
+            time.sleep(0.1)
+    finally:
+        os.kill(int((folder.path / "survivor").read_text()), signal.SIGKILL)
 
 
 def test_a_wandb_outage_is_reported_once_and_delays_nothing(
@@ -188,6 +205,16 @@ def test_a_wandb_outage_is_reported_once_and_delays_nothing(
     assert len(caplog.records) == 1
     assert "W&B did not finish within 0.5 s and was stopped" in caplog.text
     assert len(read_history(folder.metrics)) == step
+
+
+def test_a_run_goes_on_when_wandb_cannot_be_started(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(sys, "executable", "/missing/python")
+    with RunLogger(folder, wandb="offline") as logger:
+        logger.log(1, {"policy/loss": 0.5})
+    assert len(caplog.records) == 1 and "W&B cannot be started" in caplog.text
+    assert read_history(folder.metrics) == {1: {"policy/loss": 0.5}}
 
 
 def test_a_wandb_failure_is_reported_once_with_its_reason(
