@@ -40,8 +40,7 @@ class Metric:
     unit: str
     reducer: Reducer
     section: str
-    volatile: bool = False
-    finite: bool = True  # False: infinity and NaN are recorded instead of refused
+    volatile: bool
 
 
 ONCE, LAST, MEAN, TOKEN_MEAN, SUM, MAX = (
@@ -58,12 +57,8 @@ ONCE, LAST, MEAN, TOKEN_MEAN, SUM, MAX = (
 _TABLE: dict[str, list[tuple[str, Reducer, str, str]]] = {
     "reward": [
         ("reward/mean", MEAN, "", "mean reward of the sampled responses, before groups are filtered"),
-        (
-            "reward/error_rate",
-            MEAN,
-            "share",
-            "responses whose verifier failed or timed out (not: were wrong)",
-        ),
+        ("reward/accuracy", MEAN, "share", "sampled responses that are right"),
+        ("reward/error_rate", MEAN, "share", "responses whose verifier failed or timed out"),
     ],
     "held_out": [
         ("held_out/reward", MEAN, "", "mean reward on the held-out problems"),
@@ -104,10 +99,26 @@ _TABLE: dict[str, list[tuple[str, Reducer, str, str]]] = {
         ("policy/lr", LAST, "", "learning rate of the last update"),
         ("policy/entropy", TOKEN_MEAN, "nat", "entropy of the learner's next-token distribution"),
         ("policy/ratio_mean", TOKEN_MEAN, "", "mean probability ratio new / old policy"),
-        ("policy/clip_low", TOKEN_MEAN, "share", "tokens without gradient because of the lower clip bound"),
-        ("policy/clip_high", TOKEN_MEAN, "share", "tokens without gradient because of the upper clip bound"),
+        (
+            "policy/clip_low_share",
+            TOKEN_MEAN,
+            "share",
+            "tokens without gradient because of the lower clip bound",
+        ),
+        (
+            "policy/clip_high_share",
+            TOKEN_MEAN,
+            "share",
+            "tokens without gradient because of the upper clip bound",
+        ),
         ("policy/approx_kl", TOKEN_MEAN, "nat", "k3 estimate of KL(old || new policy)"),
-        ("policy/tis_weight", TOKEN_MEAN, "", "mean importance weight after the TIS cap"),
+        ("policy/tis_weight_mean", TOKEN_MEAN, "", "mean importance weight after the TIS cap"),
+        (
+            "policy/tis_clip_share",
+            TOKEN_MEAN,
+            "share",
+            "tokens whose importance weight is cut to the TIS cap",
+        ),
     ],
     "sync": [
         ("sync/bytes", SUM, "bytes", "bytes of weights sent to each sampler"),
@@ -137,14 +148,12 @@ _TABLE: dict[str, list[tuple[str, Reducer, str, str]]] = {
     ],
 }
 _VOLATILE_SECTIONS = {"time", "memory"}
-_MAY_BE_INFINITE = {"gap/ratio_mean", "gap/k3"}  # exponentials of the gap: a diagnosis may well overflow them
 
 
 def _rows() -> Iterator[Metric]:
     for section, rows in _TABLE.items():
         for name, reducer, unit, meaning in rows:
-            volatile, finite = section in _VOLATILE_SECTIONS, name not in _MAY_BE_INFINITE
-            yield Metric(name, meaning, unit, reducer, section, volatile, finite)
+            yield Metric(name, meaning, unit, reducer, section, section in _VOLATILE_SECTIONS)
 
 
 METRICS: Mapping[str, Metric] = MappingProxyType({row.name: row for row in _rows()})
@@ -159,12 +168,11 @@ def metric(name: str) -> Metric:
 
 
 def number(name: str, value: object) -> float | int:
-    """`value` (Python, NumPy or torch scalar) as a Python number that metric `name` may have.
+    """`value` (Python, NumPy or torch scalar) as the Python number that metric `name` has.
 
-    Raises UnknownMetric; TypeError for what is not one real number; ValueError for infinity or NaN where the
-    table does not allow it.
+    Raises UnknownMetric; TypeError for what is not one real number; ValueError for infinity and NaN.
     """
-    row = metric(name)
+    metric(name)
     item = getattr(value, "item", None)  # NumPy and torch scalars, and arrays of one element
     try:
         plain = item() if callable(item) else value
@@ -173,7 +181,7 @@ def number(name: str, value: object) -> float | int:
     if isinstance(plain, bool) or not isinstance(plain, Real):
         raise TypeError(f"metric {name}: {value!r} is not a number")
     plain = int(plain) if isinstance(plain, Integral) else float(plain)
-    if row.finite and not math.isfinite(plain):
+    if not math.isfinite(plain):
         raise ValueError(f"metric {name}={plain}: must be finite")
     return plain
 

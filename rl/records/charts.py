@@ -42,7 +42,7 @@ _STYLE: dict[Any, Any] = {
 _SMOOTHED = 40  # points from which on a curve has a moving average
 SMOOTHING = (
     f"Where a curve has {_SMOOTHED} points or more, the pale line is what was measured and the bold one its"
-    " moving average, over a fiftieth of the run or 9 points."
+    " moving average, over 9 points or a fiftieth of the run, whichever is more."
 )
 
 
@@ -77,10 +77,7 @@ def draw_panel(panel: Panel, history: History) -> Chart | None:
         axes.set_xlabel("iteration")
         axes.set_axisbelow(True)
         _limit_steps(axes, list(history))
-        if axes.get_legend_handles_labels()[0]:
-            figure.legend(loc="outside upper left", ncols=3, borderaxespad=0.2)
-        else:
-            axes.text(0.5, 0.5, "not finite", transform=axes.transAxes, ha="center", color="#444444")
+        figure.legend(loc="outside upper left", ncols=3, borderaxespad=0.2)
         buffer = io.BytesIO()
         figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
     series = [(name, METRICS[name].meaning) for name in names]
@@ -88,10 +85,9 @@ def draw_panel(panel: Panel, history: History) -> Chart | None:
 
 
 def points(history: History, name: str) -> tuple[np.ndarray, np.ndarray]:
-    """Steps and values of a metric where it has finite ones."""
+    """The steps that have a metric, and its values there."""
     found = [(step, metrics[name]) for step, metrics in history.items() if name in metrics]
-    finite = [(step, value) for step, value in found if math.isfinite(value)]
-    steps, values = zip(*finite, strict=True) if finite else ((), ())
+    steps, values = zip(*found, strict=True) if found else ((), ())
     return np.array(steps, dtype=float), np.array(values, dtype=float)
 
 
@@ -178,11 +174,13 @@ PANELS = (
     ),
     Panel(
         "Tokens that the bounds touch",
-        ("gap/beyond_clip", "gap/tis_clipped", "policy/clip_low", "policy/clip_high"),
+        ("gap/beyond_clip", "gap/tis_clipped", "policy/clip_low_share", "policy/clip_high_share"),
         lines,
     ),
     Panel(
-        "Importance ratios", ("gap/ratio_mean", "policy/ratio_mean", "policy/tis_weight", "gap/ess"), lines
+        "Importance ratios",
+        ("gap/ratio_mean", "policy/ratio_mean", "policy/tis_weight_mean", "gap/ess"),
+        lines,
     ),
     Panel("Divergence", ("gap/k3", "policy/approx_kl"), log_lines),
     Panel("Entropy", ("policy/entropy",), lines),
@@ -238,9 +236,7 @@ def _in_words(title: str, history: History, names: Sequence[str]) -> str:
     for name in names:
         _, values = points(history, name)
         unit = METRICS[name].unit
-        if len(values) == 0:
-            parts.append(f"{name} is not finite")
-        elif len(values) == 1:
+        if len(values) == 1:
             parts.append(f"{name} is {quantity(values[0], unit)}")
         else:
             parts.append(

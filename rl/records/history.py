@@ -2,14 +2,13 @@
 
     {"step": 12, "reward/mean": 0.41, "gap/p99": 0.0123, ...}
 
-Steps never decrease; a step may have several lines, which add up. Infinity and NaN, which JSON lacks, are the
-strings "inf", "-inf" and "nan". A line that a kill cut short can only be the last one; it is ignored.
+Steps never decrease; a step may have several lines, which add up. A line that a kill cut short can only be
+the last one; it is ignored.
 """
 
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -22,8 +21,7 @@ History = dict[int, dict[str, Number]]  # step -> metric -> value, steps ascendi
 
 def encode_line(step: int, metrics: Mapping[str, Number]) -> str:
     """One line, with its newline."""
-    values = {name: value if math.isfinite(value) else str(value) for name, value in metrics.items()}
-    return json.dumps({"step": step, **values}, allow_nan=False) + "\n"
+    return json.dumps({"step": step, **metrics}, allow_nan=False) + "\n"
 
 
 def decode_line(line: str) -> tuple[int, dict[str, Number]]:
@@ -31,8 +29,7 @@ def decode_line(line: str) -> tuple[int, dict[str, Number]]:
     values = json.loads(line)
     if not line.endswith("\n") or not isinstance(values, dict) or not isinstance(values.get("step"), int):
         raise ValueError(f"not a line of metrics: {line[:80]!r}")
-    step = values.pop("step")
-    return step, {name: float(value) if isinstance(value, str) else value for name, value in values.items()}
+    return values.pop("step"), values
 
 
 def read_history(path: Path) -> History:

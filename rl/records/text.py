@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 
 def quantity(value: float | int, unit: str = "") -> str:
     """`value` to four significant digits with a unit of `rl.metrics`; shares become percent."""
@@ -19,8 +17,6 @@ def quantity(value: float | int, unit: str = "") -> str:
 
 
 def plain(value: float | int) -> str:
-    if not math.isfinite(value):
-        return str(value)
     if value == int(value) and abs(value) < 1e15:
         return f"{int(value):,}"
     if 1e-3 <= abs(value) < 1e4:

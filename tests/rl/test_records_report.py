@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import base64
 import json
-import math
 import re
 import subprocess
 import sys
@@ -190,7 +189,6 @@ def test_values_cannot_inject_markup(tmp_path: Path) -> None:
         ({0: {"held_out/reward": 0.5}}, ["Held-out reward 0.5 at iteration 0"]),
         ({1: _iteration(1)}, ["1 of 5 iterations"]),
         ({1: {"gap/p99": 0.0}, 2: {"gap/p99": 0.0}}, ["No rewards yet", "gap/p99"]),
-        ({3: {"gap/k3": math.inf, "gap/ratio_mean": math.nan}}, ["inf", "nan"]),
         ({1: {"metric/of_another_version": 1.0, "policy/loss": 1.0}}, ["policy/loss"]),
     ],
 )
@@ -232,7 +230,7 @@ def test_the_report_can_be_made_again_from_the_command_line(report: tuple[RunFol
     assert refused.stderr.startswith("error: ") and refused.stderr.count("\n") == 1
 
 
-VALUES = st.one_of(st.just(0.0), st.floats(-1e12, 1e12), st.floats(1e-12, 1e-3), st.just(math.inf))
+VALUES = st.one_of(st.just(0.0), st.floats(-1e12, 1e12), st.floats(1e-12, 1e-3))
 
 
 @settings(max_examples=25, deadline=None)
