@@ -30,6 +30,7 @@ def mirror(folder: RunFolder, mode: str, project: str, parent: int) -> None:
     """Follow the run until it ends. Raises what W&B raises when it cannot start."""
     os.environ["WANDB_ERROR_REPORTING"] = "false"  # before wandb is imported
     os.environ["WANDB_DIR"] = str(folder.path)
+    os.environ["WANDB_CACHE_DIR"] = str(folder.wandb / "cache")  # and not in the user's home
     import wandb
 
     run = wandb.init(

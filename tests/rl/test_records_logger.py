@@ -151,6 +151,7 @@ def test_wandb_offline_writes_everything_and_sends_nothing(
     names = {path.name for path in folder.wandb.glob("offline-run-*/run-*.wandb")}
     assert names == {f"run-{(folder.wandb / 'id').read_text()}.wandb"}
     assert not _visited(network)
+    assert not (folder.path / "no_account").exists()  # nothing in the user's home
 
 
 # A run that is killed, while a process that it forked lives on and holds its pipes open.
