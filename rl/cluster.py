@@ -5,6 +5,7 @@ The environment variables below configure Ray itself (they must be set before it
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ _RAY_ENVIRONMENT = {
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_DEDUP_LOGS": "0",
+    "RAY_worker_niceness": "0",  # the engines are the job, not a background task
 }
 # Engines write their logs to the run folder; what they print reaches the terminal only when they fail.
 _ENGINE_ENVIRONMENT = {
@@ -43,7 +45,7 @@ def local_cluster(object_store_mib: int) -> Iterator[None]:
         _node_ip_address="127.0.0.1",
         object_store_memory=object_store_mib * 2**20,
         log_to_driver=False,
-        logging_level="ERROR",
+        logging_level=logging.ERROR,
     )
     try:
         yield

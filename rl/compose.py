@@ -65,7 +65,9 @@ def load_config(overrides: list[str]) -> Config:
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
-            composed = OmegaConf.to_container(compose("config", overrides), resolve=True, throw_on_missing=True)
+            composed = OmegaConf.to_container(
+                compose("config", overrides), resolve=True, throw_on_missing=True
+            )
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(_first_line(error)) from error
     return check_config(composed)

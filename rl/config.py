@@ -111,7 +111,8 @@ class AlgorithmConfig:
     group_size: int = 8
     updates_per_iteration: int = 1
     dynamic_sampling: bool = True
-    max_rounds: int = 4
+    max_rounds: int = 10
+    min_groups: int | None = None  # groups that suffice when the rounds are used up; None: all of them
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
 
@@ -124,6 +125,13 @@ class AlgorithmConfig:
         )
         for key in ("prompts_per_iteration", "updates_per_iteration", "max_rounds"):
             _require(getattr(self, key) >= 1, f"algorithm.{key}", getattr(self, key), "at least 1")
+        _require(
+            self.min_groups is None
+            or self.updates_per_iteration <= self.min_groups <= self.prompts_per_iteration,
+            "algorithm.min_groups",
+            self.min_groups,
+            "between algorithm.updates_per_iteration and algorithm.prompts_per_iteration",
+        )
         _require(
             self.prompts_per_iteration % self.updates_per_iteration == 0,
             "algorithm.updates_per_iteration",

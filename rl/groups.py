@@ -50,20 +50,23 @@ def judge(scores: Sequence[Score]) -> Verdict:
 
 @dataclass(kw_only=True)
 class GroupBuffer(Generic[G]):
-    """Collects groups, round by round, until `needed` are kept.
+    """Collects groups, round by round, until `needed` are kept or the rounds are used up.
 
     Groups are kept in the order in which they are added. Those of the last round beyond `needed` are dropped
     and counted as surplus: a batch holds responses of one policy, and nothing is carried into the next.
     The fields are the whole state: a buffer made from them goes on where the other stopped.
 
-    needed: groups of the batch. group_size: responses of each. max_rounds: calls of `add` at most.
+    needed: groups of the batch. at_least: with how many it can do once the rounds are used up (a policy that
+        solves almost everything leaves few mixed groups). group_size: responses of each. max_rounds: calls of
+        `add` at most.
     dynamic_sampling: False keeps groups whose outcomes are all the same, too; groups with a failed response
         are dropped even so.
 
-    Raises ValueError when `needed`, `group_size` or `max_rounds` is less than 1.
+    Raises ValueError when a number is less than 1 or `at_least` is more than `needed`.
     """
 
     needed: int
+    at_least: int
     group_size: int
     max_rounds: int
     dynamic_sampling: bool = True
@@ -76,24 +79,31 @@ class GroupBuffer(Generic[G]):
     surplus: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("needed", "group_size", "max_rounds"):
+        for name in ("needed", "at_least", "group_size", "max_rounds"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
+        if self.at_least > self.needed:
+            raise ValueError(f"at_least={self.at_least}: must not be more than needed={self.needed}")
 
     @property
     def missing(self) -> int:
         """Groups still needed."""
         return self.needed - len(self.kept)
 
+    @property
+    def complete(self) -> bool:
+        """No further round is needed, or none is left and `at_least` groups are there."""
+        return not self.missing or (self.rounds >= self.max_rounds and len(self.kept) >= self.at_least)
+
     def add(self, groups: Sequence[G]) -> None:
         """Judge the groups of one round and keep those that count.
 
         Raises:
-            TooFewGroups: this was the last round and groups are still missing.
-            ValueError: nothing is missing, or a group has not `group_size` scores.
+            TooFewGroups: this was the last round and fewer than `at_least` groups are kept.
+            ValueError: the buffer is complete, or a group has not `group_size` scores.
         """
-        if not self.missing:
-            raise ValueError(f"all {self.needed} groups are there: another round is not needed")
+        if self.complete:
+            raise ValueError(f"{len(self.kept)} groups are there: another round is not needed")
         for number, group in enumerate(groups):
             if len(group.scores) != self.group_size:
                 raise ValueError(
@@ -102,9 +112,9 @@ class GroupBuffer(Generic[G]):
         self.rounds += 1
         for group in groups:
             self._place(group)
-        if self.missing and self.rounds >= self.max_rounds:
+        if self.rounds >= self.max_rounds and not self.complete:
             raise TooFewGroups(
-                f"{len(self.kept)} of {self.needed} groups kept after {self.rounds} rounds"
+                f"{len(self.kept)} groups kept, {self.at_least} needed, after {self.rounds} rounds"
                 f" ({self.drawn} drawn: {self.solved} with only right answers, {self.unsolved} with only"
                 f" wrong ones, {self.failed} with a failed reward); raise algorithm.max_rounds, use problems"
                 " nearer to what the model can do, or set algorithm.dynamic_sampling=false"

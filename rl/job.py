@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -23,6 +24,7 @@ from rl.records.provenance import record_engines, record_launch
 from rl.records.report import write_report
 from rl.records.view import RunView, open_view
 from rl.rewards.pool import RewardPool
+from rl.rewards.registry import Reward, load_reward
 from rl.rollout import Group, Rollout, response_seed
 from rl.run_folder import RunFolder
 from rl.specs import check_experts_ran, check_specifications
@@ -63,7 +65,10 @@ class Job:
         started = [
             sampler.later.generate(
                 [list(prompt.token_ids) for prompt in share],
-                [[response_seed(seed, purpose, prompt.position, k) for k in range(samples)] for prompt in share],
+                [
+                    [response_seed(seed, purpose, prompt.position, k) for k in range(samples)]
+                    for prompt in share
+                ],
                 sampling,
             )
             for sampler, share in zip(self.samplers, shares, strict=True)
@@ -73,8 +78,12 @@ class Job:
 
     def score(self, prompts: Sequence[Prompt], responses: Sequence[Sequence[Completion]]) -> list[Group]:
         """Decode and score every response; each has exactly one score."""
-        pairs = [(prompt, completion) for prompt, own in zip(prompts, responses, strict=True) for completion in own]
-        scores = iter(self.rewards.score([(self.task.text(c.token_ids), prompt.problem) for prompt, c in pairs]))
+        pairs = [
+            (prompt, completion) for prompt, own in zip(prompts, responses, strict=True) for completion in own
+        ]
+        scores = iter(
+            self.rewards.score([(self.task.text(c.token_ids), prompt.problem) for prompt, c in pairs])
+        )
         return [
             Group(prompt, tuple(Rollout(completion, next(scores)) for completion in own))
             for prompt, own in zip(prompts, responses, strict=True)
@@ -86,16 +95,24 @@ class Job:
             "memory/driver": peak_memory_mib(),
             "memory/learner": self.learner.memory_mib(),
             "memory/sampler": max(wait([sampler.later.memory_mib() for sampler in self.samplers])),
+            "memory/weight_sync": self.weight_sync.memory_mib(),
         }
         self.logger.log(step, {**metrics, **memory})
         self.view.step(step, {**metrics, **memory})
 
     def save(self, step: int, state: dict[str, Any]) -> None:
         """Write a checkpoint: the learner's state and the driver's."""
+        started = time.perf_counter()
+        self.view.stage("checkpoint")
         self.checkpoints.save(step, lambda folder: self.learner.checkpoint(folder / _LEARNER), state)
+        self.logger.log(step, {"time/checkpoint": time.perf_counter() - started})
 
     def engine_reports(self) -> list[Any]:
-        return [self.learner.report(), *(sampler.report() for sampler in self.samplers), self.weight_sync.report()]
+        return [
+            self.learner.report(),
+            *(sampler.report() for sampler in self.samplers),
+            self.weight_sync.report(),
+        ]
 
 
 @dataclass(frozen=True)
@@ -107,7 +124,7 @@ class Plan:
     model: Path  # the initial policy, before a warm start
     learner_map: PrecisionMap
     sampler_map: PrecisionMap
-    rewards: RewardPool  # not yet started
+    reward: Reward
     resumed: tuple[RunFolder, Checkpoint] | None
 
 
@@ -115,13 +132,13 @@ def make_plan(config: Config) -> Plan:
     """Check everything that can be checked before an engine starts. Raises UserError."""
     resumed = _resumed_run(config)
     source = problem_source(config.data, config.run.seed)
-    rewards = RewardPool.from_config(config.reward)
+    reward = load_reward(config.reward.function, config.reward.parser)
     cache = Path(config.run.cache_dir)
     model = initial_model(config.model, own_tokenizer(source, cache), config.run.seed, cache)
     architecture = model_architecture(model)
     check_against_model(config, architecture)
     learner_map, sampler_map = resolve_maps(config.spec, architecture.layers)
-    return Plan(config, Task(config, source, model), model, learner_map, sampler_map, rewards, resumed)
+    return Plan(config, Task(config, source, model), model, learner_map, sampler_map, reward, resumed)
 
 
 @contextmanager
@@ -134,15 +151,19 @@ def open_job(plan: Plan) -> Iterator[Job]:
     config = plan.config
     folder, checkpoint = plan.resumed or (_new_folder(config), None)
     resumed_at = checkpoint.step if checkpoint else None
+    folder.replace_config(to_yaml(config))
     with ExitStack() as stack:
-        stack.callback(write_report, folder)
+        stack.callback(_report, folder)
         record = config.logging
         logger = RunLogger(folder, wandb=record.wandb, project=record.project, resumed_at=resumed_at)
         stack.enter_context(logger)
         record_launch(folder, resumed_at)
         view = stack.enter_context(open_view(record.view, folder.title, config.run.iterations))
         stack.enter_context(_log_to(folder, view))
-        stack.enter_context(plan.rewards)
+        rewards = RewardPool(
+            plan.reward, config.reward.workers, config.reward.timeout_s, log=folder.path / "rewards.log"
+        )
+        stack.enter_context(rewards)
         stack.enter_context(local_cluster(config.run.object_store_mib))
         learner, samplers, weight_sync = _start_engines(plan, folder, view)
         if checkpoint:
@@ -150,15 +171,37 @@ def open_job(plan: Plan) -> Iterator[Job]:
         checkpoints = CheckpointStore(folder.checkpoints, config.run.keep_checkpoints)
         restored = checkpoint.state if checkpoint else {}
         job = Job(
-            config, plan.task, learner, samplers, weight_sync, plan.rewards, folder, logger, view, checkpoints, restored
+            config,
+            plan.task,
+            learner,
+            samplers,
+            weight_sync,
+            rewards,
+            folder,
+            logger,
+            view,
+            checkpoints,
+            restored,
         )
-        line = check_specifications(job.engine_reports(), config.spec.allow_difference)
+        reports = job.engine_reports()
+        record_engines(folder, reports)
+        line = check_specifications(reports, config.spec.allow_difference)
         view.message(f"execution specification {config.spec.name}: {line}")
         log.info("execution specification %s: %s", config.spec.name, line)
         yield job
         reports = job.engine_reports()
         check_experts_ran(reports)
         record_engines(folder, reports)
+
+
+def _report(folder: RunFolder) -> None:
+    """Write the report; if that fails, say so, without hiding what ended the run."""
+    try:
+        write_report(folder)
+    except Exception:
+        log.exception(
+            "the report could not be written (python -m rl.records.report %s tries again)", folder.path
+        )
 
 
 def _resumed_run(config: Config) -> tuple[RunFolder, Checkpoint] | None:
@@ -208,7 +251,9 @@ def _start_engines(plan: Plan, folder: RunFolder, view: RunView) -> tuple[Remote
     )
     wait([learner.later.ready(), sampler.later.ready()])
     sync_log = folder.path / "weight_sync.log"
-    weight_sync = start_actor(WeightSyncActor, "weight_sync", 1, sync_log, learner, [sampler], plan.sampler_map)
+    weight_sync = start_actor(
+        WeightSyncActor, "weight_sync", 1, sync_log, learner, [sampler], plan.sampler_map
+    )
     return learner, [sampler], weight_sync
 
 

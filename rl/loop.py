@@ -45,7 +45,7 @@ def train(job: Job) -> None:
         if last or progress.iteration % evaluation.every == 0:
             with stages("evaluate"):
                 metrics |= evaluate(job)
-        job.record(progress.iteration, metrics | stages.metrics())
+        job.record(progress.iteration, metrics | stages.metrics(metrics["tokens/generated"]))
         if last or progress.iteration % run.checkpoint_every == 0:
             job.save(progress.iteration, asdict(progress))
 
@@ -72,10 +72,16 @@ def collect(job: Job, position: int, stages: Stages) -> tuple[list[Group], int, 
     Returns the groups to learn from, the data cursor after them, and statistics of everything drawn.
     """
     algorithm = job.config.algorithm
-    buffer = GroupBuffer(algorithm.prompts_per_iteration, algorithm.max_rounds, algorithm.dynamic_sampling)
+    buffer: GroupBuffer[Group] = GroupBuffer(
+        needed=algorithm.prompts_per_iteration,
+        at_least=algorithm.min_groups or algorithm.prompts_per_iteration,
+        group_size=algorithm.group_size,
+        max_rounds=algorithm.max_rounds,
+        dynamic_sampling=algorithm.dynamic_sampling,
+    )
     drawn: list[Group] = []
-    while buffer.missing:
-        prompts = [job.task.prompts.training(position + offset) for offset in range(buffer.missing)]
+    while not buffer.complete:
+        prompts = [job.task.prompts.training(position + n) for n in range(algorithm.prompts_per_iteration)]
         position += len(prompts)
         with stages("generate"):
             responses = job.generate(prompts, algorithm.group_size, "train", algorithm.sampling)
@@ -89,7 +95,7 @@ def collect(job: Job, position: int, stages: Stages) -> tuple[list[Group], int, 
 def update(job: Job, sequences: Sequences, old_logp: torch.Tensor, groups: list[Group]) -> Metrics:
     """Group-relative advantages, then one optimiser step for each of `updates_per_iteration` mini-batches."""
     algorithm = job.config.algorithm
-    advantages = torch.cat([group_advantages(group.rewards) for group in groups]).float()
+    advantages = group_advantages([group.rewards for group in groups]).flatten().float()
     batch = TrainBatch(
         sequences.tokens, sequences.lengths, sequences.loss_mask, sequences.sampler_logp, old_logp, advantages
     )
@@ -98,7 +104,10 @@ def update(job: Job, sequences: Sequences, old_logp: torch.Tensor, groups: list[
         for rows in torch.arange(len(advantages)).chunk(algorithm.updates_per_iteration)
     ]
     tokens = [step.pop("tokens") for step in steps]
-    policy = {f"policy/{name}": reduce(f"policy/{name}", [step[name] for step in steps], tokens) for name in steps[0]}
+    policy = {
+        f"policy/{name}": reduce(f"policy/{name}", [step[name] for step in steps], tokens)
+        for name in steps[0]
+    }
     return policy | {"tokens/trained": sum(tokens)}
 
 

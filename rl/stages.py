@@ -28,9 +28,8 @@ class Stages:
         finally:
             self._seconds[stage] += time.perf_counter() - started
 
-    def metrics(self) -> dict[str, float]:
-        """time/<stage> in seconds, and time/iteration since this object was made."""
+    def metrics(self, tokens: float) -> dict[str, float]:
+        """time/<stage> and time/iteration since this object was made, in seconds; `tokens` as a rate over the latter."""
         total = time.perf_counter() - self._started
-        return {f"time/{stage}": seconds for stage, seconds in self._seconds.items()} | {
-            "time/iteration": total
-        }
+        times = {f"time/{stage}": seconds for stage, seconds in self._seconds.items()}
+        return times | {"time/iteration": total, "rate/tokens_per_second": tokens / total}

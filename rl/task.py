@@ -35,7 +35,11 @@ def own_tokenizer(source: ProblemSource, cache: Path) -> Path | None:
     if not isinstance(source, Arithmetic):
         return None
     tokenizer = source.tokenizer()
-    return cached_folder(cache, "tokenizer", {"vocabulary": tokenizer.get_vocab()}, tokenizer.save_pretrained)
+
+    def save(folder: Path) -> None:
+        tokenizer.save_pretrained(folder)
+
+    return cached_folder(cache, "tokenizer", {"vocabulary": tokenizer.get_vocab()}, save)
 
 
 class Task:
@@ -59,7 +63,7 @@ class Task:
 
     def text(self, token_ids: Any) -> str:
         """The text of a response, without special tokens."""
-        return self.tokenizer.decode(token_ids, skip_special_tokens=True)
+        return str(self.tokenizer.decode(token_ids, skip_special_tokens=True))
 
     def demonstration(self, number: int, correct_share: float) -> Demonstration:
         """Token ids of the prompt and of the answer, which ends with the end token."""

@@ -12,7 +12,13 @@ from rl.config import Config
 from rl.errors import ConfigError, UserError
 from rl.run_folder import RunFolder
 
-_MAY_CHANGE = ("run.resume", "run.iterations", "run.checkpoint_every", "run.keep_checkpoints", "run.output_dir")
+_MAY_CHANGE = (
+    "run.resume",
+    "run.iterations",
+    "run.checkpoint_every",
+    "run.keep_checkpoints",
+    "run.output_dir",
+)
 _MAY_CHANGE_GROUPS = ("logging.",)
 
 
@@ -73,8 +79,12 @@ def _parse(arguments: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
         description="Reinforcement learning of an MoE language model with NVFP4 experts in sampler and learner.",
         epilog=f"recipes: {', '.join(recipes())}. Every key that --show-config prints can be set: learner.lr=1e-5",
     )
-    parser.add_argument("overrides", nargs="*", metavar="+recipe=NAME group.key=value", help="Hydra overrides")
-    parser.add_argument("--show-config", action="store_true", help="print the resolved configuration and stop")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="+recipe=NAME group.key=value", help="Hydra overrides"
+    )
+    parser.add_argument(
+        "--show-config", action="store_true", help="print the resolved configuration and stop"
+    )
     options = parser.parse_args(arguments)
     return options, options.overrides
 

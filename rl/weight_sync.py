@@ -87,7 +87,9 @@ def attest(sent: Mapping[str, str], held: Mapping[str, str], receiver: str, vers
     wrong = sorted(name for name in sent.keys() | held.keys() if sent.get(name) != held.get(name))
     if wrong:
         shown = ", ".join(wrong[:5]) + (f" and {len(wrong) - 5} more" if len(wrong) > 5 else "")
-        raise AttestationError(f"weights version {version}: {receiver} holds other bytes than were sent: {shown}")
+        raise AttestationError(
+            f"weights version {version}: {receiver} holds other bytes than were sent: {shown}"
+        )
 
 
 def _bytes(entry: tuple[str, tuple[int, ...]]) -> int:

@@ -27,6 +27,7 @@ def mixed(name: str) -> Group:
 
 
 def buffer(needed: int = 2, group_size: int = 2, max_rounds: int = 3, **settings) -> GroupBuffer[Group]:
+    settings.setdefault("at_least", needed)
     return GroupBuffer(needed=needed, group_size=group_size, max_rounds=max_rounds, **settings)
 
 
@@ -105,9 +106,24 @@ def test_the_bound_is_an_error_with_all_counts():
     with pytest.raises(TooFewGroups) as failure:
         groups.add([mixed("c"), group("d", 0, "boom"), group("e", 1, 1)])
     message = str(failure.value)
-    assert "1 of 2 groups kept after 2 rounds" in message
+    assert "1 groups kept, 2 needed, after 2 rounds" in message
     assert "5 drawn: 2 with only right answers, 1 with only wrong ones, 1 with a failed reward" in message
     assert "algorithm.max_rounds" in message
+
+
+def test_fewer_groups_suffice_once_the_rounds_are_used_up():
+    groups = buffer(needed=3, at_least=1, max_rounds=2)
+    groups.add([mixed("a"), group("b", 1, 1)])
+    assert not groups.complete  # another round may still fill the batch
+    groups.add([group("c", 1, 1)])
+    assert groups.complete
+    assert (names(groups.kept), groups.missing) == ("a", 2)
+
+
+def test_at_least_lies_between_one_and_needed():
+    for at_least in (0, 3):
+        with pytest.raises(ValueError, match=f"at_least={at_least}"):
+            buffer(needed=2, at_least=at_least)
 
 
 def test_incomplete_groups_and_needless_rounds_are_refused():
@@ -116,7 +132,7 @@ def test_incomplete_groups_and_needless_rounds_are_refused():
         groups.add([mixed("a"), group("b", 1, 0, 1)])
     assert (groups.rounds, groups.kept) == (0, [])  # nothing of a refused round is taken
     groups.add([mixed("a")])
-    with pytest.raises(ValueError, match="all 1 groups are there"):
+    with pytest.raises(ValueError, match="1 groups are there: another"):
         groups.add([mixed("b")])
     for name in ("needed", "group_size", "max_rounds"):
         with pytest.raises(ValueError, match=f"{name}=0"):
@@ -136,7 +152,7 @@ def test_counts_add_up_and_a_restored_buffer_goes_on_alike(rounds, needed, dynam
     groups = buffer(needed=needed, max_rounds=4, dynamic_sampling=dynamic)
     number = 0
     for values in rounds:
-        if not groups.missing or groups.rounds == groups.max_rounds:
+        if groups.complete or groups.rounds == groups.max_rounds:
             break
         drawn = [group(chr(97 + number + index), *pair) for index, pair in enumerate(values)]
         number += len(drawn)
