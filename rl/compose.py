@@ -61,6 +61,8 @@ def load_config(overrides: list[str]) -> Config:
     Raises:
         ConfigError: unknown key or recipe, missing value, wrong type, or a broken rule; the message names the key.
     """
+    if not any(item.startswith(("+recipe=", "data=")) for item in overrides):
+        raise ConfigError(f"name what to run: +recipe=NAME, one of {', '.join(recipes())}")
     _register_defaults()
     GlobalHydra.instance().clear()
     try:
@@ -152,4 +154,5 @@ def _describe(detail: Any) -> str:
 
 def _first_line(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__
+    key = getattr(error, "full_key", None)
+    return (f"{key}: " if key else "") + (lines[0] if lines else type(error).__name__)

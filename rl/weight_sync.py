@@ -71,10 +71,10 @@ class WeightSync:
 def chunks(manifest: Manifest, limit: int) -> list[list[str]]:
     """Tensor names in order, cut so that a chunk holds at most `limit` bytes; a larger tensor is a chunk of its own."""
     cut: list[list[str]] = []
-    filled = limit
+    filled = 0
     for name, entry in manifest.items():
         size = _bytes(entry)
-        if filled + size > limit:
+        if not cut or filled + size > limit:
             cut.append([])
             filled = 0
         cut[-1].append(name)
