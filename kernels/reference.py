@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from kernels.experts import TORCH_TYPE, ExpertWeights
 from kernels.quantize import QuantizedTensor, decode, quantize_activation
 from kernels.routing import Routing, sum_in_slot_order
-from kernels.spec import Accumulation, ExecutionSpec, Swiglu
+from kernels.spec import Accumulation, ActivationScaleDomain, ExecutionSpec, Swiglu
 
 _SEGMENT = 1024  # elements along K whose products FP64 sums exactly
 
@@ -105,18 +105,10 @@ def check_inputs(
 def expert_rows(x: torch.Tensor, routing: Routing, prepared: PreparedExperts) -> ExpertRows:
     """FC1, SwiGLU and FC2 of every slot; x [T, H] in `spec.operand`."""
     spec = prepared.spec
-    tokens = routing.tokens
-    two_ffn, hidden = prepared.w13.elements.shape[1:]
-    rows = ExpertRows(
-        fc1=x.new_empty(len(tokens), two_ffn, dtype=TORCH_TYPE[spec.fc1_output]),
-        swiglu=x.new_empty(len(tokens), two_ffn // 2, dtype=TORCH_TYPE[spec.swiglu_output]),
-        fc2=x.new_empty(len(tokens), hidden, dtype=TORCH_TYPE[spec.fc2_output]),
-    )
-    for expert, own in routing.occupied():
-        rows.fc1[own] = _linear(x[tokens[own]], prepared.w13, expert, spec)
-        rows.swiglu[own] = _swiglu(rows.fc1[own], spec)
-        rows.fc2[own] = _linear(rows.swiglu[own], prepared.w2, expert, spec)
-    return rows
+    fc1 = _grouped_linear(x, routing.tokens, routing, prepared.w13, spec).to(TORCH_TYPE[spec.fc1_output])
+    swiglu = _swiglu(fc1, spec).to(TORCH_TYPE[spec.swiglu_output])
+    fc2 = _grouped_linear(swiglu, None, routing, prepared.w2, spec).to(TORCH_TYPE[spec.fc2_output])
+    return ExpertRows(fc1, swiglu, fc2)
 
 
 def combine(
@@ -134,14 +126,41 @@ def _prepare_matrix(matrix: QuantizedTensor | torch.Tensor, spec: ExecutionSpec)
     return PreparedMatrix(matrix, None)
 
 
-def _linear(x: torch.Tensor, matrix: PreparedMatrix, expert: int, spec: ExecutionSpec) -> torch.Tensor:
-    """x [R, K] -> float32 [R, N], x times the transpose of the expert's [N, K]."""
-    elements = matrix.elements[expert]
-    if matrix.outer_scales is None:
-        return _product(x, elements, spec)
-    quantized = quantize_activation(x, spec)
-    accumulator = _product(decode(quantized, torch.bfloat16), elements, spec)
-    return accumulator * (quantized.outer_scales * matrix.outer_scales[expert])
+def _grouped_linear(
+    x: torch.Tensor, rows: torch.Tensor | None, routing: Routing, matrix: PreparedMatrix, spec: ExecutionSpec
+) -> torch.Tensor:
+    """Each grouped row times the transpose of its expert's [N, K]: float32 [T*k, N].
+
+    rows: which row of x is each grouped row; None when x is grouped already.
+    """
+    elements, scales = _operand(x, rows, routing, spec)
+    product = x.new_empty(len(elements), matrix.elements.shape[1], dtype=torch.float32)
+    for expert, own in routing.occupied():
+        accumulator = _product(elements[own], matrix.elements[expert], spec)
+        if scales is not None and matrix.outer_scales is not None:
+            accumulator *= scales[own] * matrix.outer_scales[expert]
+        product[own] = accumulator
+    return product
+
+
+def _operand(
+    x: torch.Tensor, rows: torch.Tensor | None, routing: Routing, spec: ExecutionSpec
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The left operand of a grouped product, in grouped order: elements [T*k, K] and, under NVFP4, outer scales
+    float32 [T*k, 1]. A token's own scale depends on its row alone: the row is quantised once for all its slots.
+    """
+    if not spec.quantized:
+        return (x if rows is None else x[rows]), None
+    if spec.activation_scale_domain is ActivationScaleDomain.TOKEN:
+        quantized = quantize_activation(x, spec)
+        elements, scales = decode(quantized, torch.bfloat16), quantized.outer_scales
+        return (elements, scales) if rows is None else (elements[rows], scales[rows])
+    grouped = x if rows is None else x[rows]
+    elements, scales = torch.empty_like(grouped), grouped.new_empty(len(grouped), 1, dtype=torch.float32)
+    for _, own in routing.occupied():
+        quantized = quantize_activation(grouped[own], spec)
+        elements[own], scales[own] = decode(quantized, torch.bfloat16), quantized.outer_scales
+    return elements, scales
 
 
 def _product(x: torch.Tensor, weight: torch.Tensor, spec: ExecutionSpec) -> torch.Tensor:

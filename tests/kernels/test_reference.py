@@ -13,6 +13,7 @@ from kernels import reference
 from kernels.catalogue import CATALOGUE, named_spec
 from kernels.experts import ExpertWeights
 from kernels.reference import PreparedExperts, forward, prepare
+from kernels.routing import Routing
 from kernels.spec import ExecutionSpec
 
 BF16_SPECS = ["minite", "minite_expert", "bf16"]
@@ -166,6 +167,18 @@ def test_product_is_the_exact_sum_rounded_once(width: int) -> None:
             assert product[row, column].item() == np.float32(exact / 2**20)  # int / int is correctly rounded
 
 
+def test_long_products_are_sums_of_exact_segments() -> None:
+    """Summed without a break, the small term would meet a partial sum above 2^33 and lose its last bit."""
+    x = torch.full((3, 3072), 2688.0)
+    weight = torch.full((40, 3072), 2688.0)
+    weight[:, 1536:] = -2688.0  # segments sum to +7e9, to the small term, and to -7e9
+    x[:, [1300, 1900]] = 2.0**-10
+    weight[:, 1300] = 3 * 2.0**-10
+    weight[:, 1900] = 0
+    product = reference._product(x.bfloat16(), weight.bfloat16(), named_spec("minite"))
+    assert (product == 3 * 2.0**-20).all()
+
+
 def test_silu_is_correctly_rounded_for_every_bf16_wherever_it_stands() -> None:
     gates = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     gates = gates[torch.isfinite(gates)]
@@ -191,7 +204,9 @@ def test_swiglu_rounds_silu_then_the_product() -> None:
 def test_epilogue_multiplies_the_outer_scales_first(name: str) -> None:
     """Before the cast to BF16, which hides the association almost everywhere."""
     case, spec = Case(20, 64, 48, 1, 1), named_spec(name)
-    actual = reference._linear(case.x, case.prepared(spec).w13, 0, spec).double().numpy()
+    routing = Routing.group(torch.zeros(20, 1, dtype=torch.long), 1)
+    product = reference._grouped_linear(case.x.bfloat16(), None, routing, case.prepared(spec).w13, spec)
+    actual = product.double().numpy()
     x = oracle.quantize(case.x.double().numpy())
     w = oracle.quantize(case.w13[0].bfloat16().double().numpy(), name == "minite_expert")
     accumulator = oracle.f32(x.decoded @ w.decoded.T)
