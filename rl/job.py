@@ -37,6 +37,7 @@ from sampler.engine import Completion
 log = logging.getLogger(__name__)
 
 _LEARNER = "learner"  # its folder in a checkpoint
+_BEFORE_THE_FIRST_STEP = -1  # where a run goes on that was stopped before its first checkpoint
 
 
 @dataclass(frozen=True)
@@ -125,7 +126,7 @@ class Plan:
     learner_map: PrecisionMap
     sampler_map: PrecisionMap
     reward: Reward
-    resumed: tuple[RunFolder, Checkpoint] | None
+    resumed: tuple[RunFolder, Checkpoint | None] | None
 
 
 def make_plan(config: Config) -> Plan:
@@ -150,7 +151,7 @@ def open_job(plan: Plan) -> Iterator[Job]:
     """
     config = plan.config
     folder, checkpoint = plan.resumed or (_new_folder(config), None)
-    resumed_at = checkpoint.step if checkpoint else None
+    resumed_at = None if plan.resumed is None else checkpoint.step if checkpoint else _BEFORE_THE_FIRST_STEP
     folder.replace_config(to_yaml(config))
     with ExitStack() as stack:
         stack.callback(_report, folder)
@@ -204,12 +205,12 @@ def _report(folder: RunFolder) -> None:
         )
 
 
-def _resumed_run(config: Config) -> tuple[RunFolder, Checkpoint] | None:
+def _resumed_run(config: Config) -> tuple[RunFolder, Checkpoint | None] | None:
     if not config.run.resume:
         return None
     folder = RunFolder.open(Path(config.run.resume))
     checkpoint = folder.checkpoint_to_resume(config.run.keep_checkpoints)
-    if checkpoint.step >= config.run.iterations:
+    if checkpoint and checkpoint.step >= config.run.iterations:
         raise ConfigError(
             f"run.iterations={config.run.iterations}: {folder.path} has finished {checkpoint.step} iterations already"
         )
@@ -276,7 +277,7 @@ def _warm_model(plan: Plan, folder: RunFolder, view: RunView) -> Path:
 
     def make(out: Path) -> None:
         learner = _start_learner(plan, plan.model, folder)
-        warm_start(learner, plan.task.demonstration, settings, progress)
+        warm_start(learner, plan.task.demonstrations, settings, progress)
         learner.save_hf(out)
         stop_actor(learner)
 

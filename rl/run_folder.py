@@ -68,13 +68,15 @@ class RunFolder:
             raise RunFolderError(f"{path}: not a run folder (config.yaml is missing){hint}")
         return cls(path.resolve())
 
-    def checkpoint_to_resume(self, keep: int) -> Checkpoint:
-        """The newest complete checkpoint. Raises RunFolderError when there is none."""
-        checkpoint = CheckpointStore(self.checkpoints, keep).latest_complete()
-        if checkpoint is None:
-            raise RunFolderError(
-                f"{self.path}: no complete checkpoint to resume from; start a new run instead"
-            )
+    def checkpoint_to_resume(self, keep: int) -> Checkpoint | None:
+        """The newest complete checkpoint; None for a run that was stopped before its first one.
+
+        Raises RunFolderError when there are checkpoints, but none is complete.
+        """
+        store = CheckpointStore(self.checkpoints, keep)
+        checkpoint = store.latest_complete()
+        if checkpoint is None and any(self.checkpoints.glob("step_*")):
+            raise RunFolderError(f"{self.path}: no complete checkpoint to resume from; start a new run instead")
         return checkpoint
 
     def replace_config(self, config_yaml: str) -> None:

@@ -65,9 +65,11 @@ class Task:
         """The text of a response, without special tokens."""
         return str(self.tokenizer.decode(token_ids, skip_special_tokens=True))
 
-    def demonstration(self, number: int, correct_share: float) -> Demonstration:
-        """Token ids of the prompt and of the answer, which ends with the end token."""
+    def demonstrations(self, numbers: range, correct_share: float) -> list[Demonstration]:
+        """Token ids of prompts and of answers, which end with the end token."""
         assert isinstance(self.source, Arithmetic)
-        prompt, answer = self.source.demonstrations(number, correct_share)
-        encoded = self.tokenizer([prompt, answer], add_special_tokens=False)["input_ids"]
-        return encoded[0], encoded[1] + [self.stop_token_ids[0]]
+        pairs = [self.source.demonstrations(number, correct_share) for number in numbers]
+        texts = [text for pair in pairs for text in pair]
+        encoded = self.tokenizer(texts, add_special_tokens=False)["input_ids"]
+        end = [self.stop_token_ids[0]]
+        return [(prompt, answer + end) for prompt, answer in zip(encoded[::2], encoded[1::2], strict=True)]

@@ -42,6 +42,9 @@ def main(arguments: list[str] | None = None) -> int:
 
 def run(config: Config) -> None:
     """Train as `config` says, in a new run folder or in that of the run that is resumed. Raises UserError."""
+    from rl.quiet import silence_libraries
+
+    silence_libraries()
     from rl.job import make_plan, open_job
     from rl.loop import train
 

@@ -41,12 +41,15 @@ def test_what_is_not_a_run_folder_is_refused(tmp_path: Path) -> None:
         RunFolder.create(tmp_path / "tiny" / "latest" / "config.yaml", "tiny", "")
 
 
-def test_resuming_needs_a_complete_checkpoint(tmp_path: Path) -> None:
+def test_resuming_takes_the_newest_complete_checkpoint(tmp_path: Path) -> None:
     folder = RunFolder.create(tmp_path, "tiny", "")
+    assert folder.checkpoint_to_resume(keep=2) is None  # stopped before the first one: it starts anew
+    saved = CheckpointStore(folder.checkpoints, 2).save(3, lambda path: None, {"a": 1})
+    checkpoint = folder.checkpoint_to_resume(keep=2)
+    assert checkpoint is not None and checkpoint.state == {"a": 1}
+    (saved / "state.json").write_text("{}")
     with pytest.raises(RunFolderError, match="no complete checkpoint"):
-        folder.checkpoint_to_resume(keep=2)
-    CheckpointStore(folder.checkpoints, 2).save(3, lambda path: None, {"a": 1})
-    assert folder.checkpoint_to_resume(keep=2).state == {"a": 1}
+        folder.checkpoint_to_resume(keep=2)  # a run with broken checkpoints does not start anew unasked
 
 
 def test_a_failed_write_leaves_the_former_file(tmp_path: Path) -> None:

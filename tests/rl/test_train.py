@@ -1,0 +1,165 @@
+"""The main job with the real engines (vLLM and Megatron-core on this machine's CPU), at its smallest."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+from safetensors.torch import load_file
+
+from rl.checkpoint import CheckpointStore
+from rl.records.history import comparable, read_history
+
+ITERATIONS = 4
+SMALLEST = [
+    "+recipe=tiny",
+    "data.bound=4",
+    "data.held_out=3",
+    "model.hf_config.num_hidden_layers=2",
+    "model.hf_config.hidden_size=64",
+    "model.warm_start.steps=40",
+    "model.warm_start.batch_size=32",
+    "algorithm.prompts_per_iteration=8",
+    "algorithm.min_groups=2",
+    f"run.iterations={ITERATIONS}",
+    "run.checkpoint_every=1",
+    "run.keep_checkpoints=2",
+    "evaluation.every=2",
+    "logging.wandb=off",
+    "sampler.kv_cache_gib=0.25",
+]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the runs of this file go; they share the cached initial policy."""
+    return tmp_path_factory.mktemp("runs")
+
+
+def start(place: Path, *overrides: str) -> subprocess.Popen[str]:
+    paths = [f"run.output_dir={place}", f"run.cache_dir={place / 'cache'}"]
+    command = [sys.executable, "-m", "rl.train", *SMALLEST, *paths, *overrides]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def finish(process: subprocess.Popen[str]) -> str:
+    output, _ = process.communicate(timeout=300)
+    return output
+
+
+def run_folder(place: Path, name: str) -> Path:
+    return (place / name / "latest").resolve()
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(place: Path) -> Path:
+    process = start(place, "run.name=uninterrupted")
+    output = finish(process)
+    assert process.returncode == 0, output
+    assert f"report: {run_folder(place, 'uninterrupted')}/report.html" in output
+    return run_folder(place, "uninterrupted")
+
+
+def test_both_engines_ran_the_experts_under_one_specification(uninterrupted: Path):
+    engines = {entry["engine"]: entry for entry in json.loads((uninterrupted / "run.json").read_text())["engines"]}
+    assert set(engines) == {"megatron", "vllm", "weight_sync"}
+    assert len({entry["fingerprint"] for entry in engines.values()}) == 1
+    assert engines["megatron"]["expert_calls"] > 0
+    assert engines["vllm"]["expert_calls"] > 0
+    log = (uninterrupted / "run.log").read_text()
+    assert log.count(engines["vllm"]["fingerprint"]) == 3
+
+
+def test_every_step_is_recorded_and_finite(uninterrupted: Path):
+    history = read_history(uninterrupted / "metrics.jsonl")
+    assert list(history) == list(range(ITERATIONS + 1))
+    assert all(math.isfinite(value) for metrics in history.values() for value in metrics.values())
+    assert [step for step, metrics in history.items() if "held_out/reward" in metrics] == [0, 2, 4]
+    for step in range(1, ITERATIONS + 1):
+        assert history[step]["version/weights"] == step
+        assert history[step]["groups/kept"] >= 2
+        assert history[step]["gap/p99"] < 0.05  # aligned engines: nats, far below the clip bounds
+        assert history[step]["policy/grad_norm"] > 0
+    assert (uninterrupted / "report.html").stat().st_size > 100_000
+
+
+def test_a_run_fits_into_eight_gib(uninterrupted: Path):
+    last = read_history(uninterrupted / "metrics.jsonl")[ITERATIONS]
+    assert sum(value for name, value in last.items() if name.startswith("memory/")) < 8 * 1024
+
+
+def kill_when(process: subprocess.Popen[str], condition: Callable[[], bool]) -> None:
+    """SIGKILL the driver as soon as `condition` holds, and wait until its actors are gone."""
+    deadline = time.monotonic() + 240
+    while not condition():
+        assert process.poll() is None, f"the run ended by itself:\n{finish(process)}"
+        assert time.monotonic() < deadline, "the moment to kill never came"
+        time.sleep(0.002)
+    family = psutil.Process(process.pid).children(recursive=True)
+    os.kill(process.pid, signal.SIGKILL)
+    process.communicate(timeout=60)
+    _, alive = psutil.wait_procs(family, timeout=60)
+    assert not alive, f"left running: {[p.cmdline() for p in alive]}"
+
+
+def test_a_run_killed_in_three_places_equals_the_uninterrupted_one(place: Path, uninterrupted: Path):
+    process = start(place, "run.name=killed")
+    # 1: after the first step was recorded, in the midst of saving or of the second iteration
+    kill_when(process, lambda: _recorded(place, "killed") >= 1)
+    folder = run_folder(place, "killed")
+    resume = f"run.resume={folder}"
+    # 2: while a checkpoint is being written
+    kill_when(start(place, resume, "run.name=killed"), lambda: any((folder / "checkpoints").glob(".scratch-*")))
+    # 3: in the midst of an iteration, some time after a checkpoint is in place
+    before = CheckpointStore(folder / "checkpoints", 2).steps()
+    process = start(place, resume, "run.name=killed")
+    kill_when(process, lambda: CheckpointStore(folder / "checkpoints", 2).steps() != before)
+    process = start(place, resume, "run.name=killed")
+    output = finish(process)
+    assert process.returncode == 0, output
+
+    assert comparable(read_history(folder / "metrics.jsonl")) == comparable(
+        read_history(uninterrupted / "metrics.jsonl")
+    )
+    for file in ("weights.safetensors", "optimizer.safetensors"):
+        killed, whole = (
+            load_file(path / "checkpoints" / f"step_{ITERATIONS:06d}" / "learner" / file)
+            for path in (folder, uninterrupted)
+        )
+        assert killed.keys() == whole.keys()
+        assert all(killed[name].equal(whole[name]) for name in whole)
+
+
+def _recorded(place: Path, name: str) -> int:
+    metrics = place / name / "latest" / "metrics.jsonl"
+    return max(read_history(metrics), default=-1) if metrics.exists() else -1
+
+
+def test_a_sampler_under_another_specification_stops_before_the_first_rollout(place: Path):
+    process = start(place, "run.name=mismatch", "+spec.sampler.weight_scale_domain=expert")
+    output = finish(process)
+    assert process.returncode == 2, output
+    assert "weight_scale_domain" in output
+    assert "Traceback" not in output
+    assert (run_folder(place, "mismatch") / "metrics.jsonl").read_text() == ""
+
+
+def test_a_finished_run_is_not_resumed(place: Path, uninterrupted: Path):
+    process = start(place, "run.name=uninterrupted", f"run.resume={uninterrupted}")
+    assert "has finished 4 iterations already" in finish(process)
+    assert process.returncode == 2
+
+
+def test_a_resumed_run_keeps_its_settings(place: Path, uninterrupted: Path):
+    process = start(place, "run.name=uninterrupted", f"run.resume={uninterrupted}", "learner.lr=1e-5")
+    assert "a resumed run cannot change learner.lr (0.0003 -> 1e-05)" in finish(process)
+    assert process.returncode == 2
