@@ -29,7 +29,7 @@ class Stages:
             self._seconds[stage] += time.perf_counter() - started
 
     def metrics(self, tokens: float) -> dict[str, float]:
-        """time/<stage> and time/iteration since this object was made, in seconds; `tokens` as a rate over the latter."""
+        """Seconds of each stage and since this object was made, and `tokens` as a rate over the latter."""
         total = time.perf_counter() - self._started
         times = {f"time/{stage}": seconds for stage, seconds in self._seconds.items()}
         return times | {"time/iteration": total, "rate/tokens_per_second": tokens / total}
