@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from kernels.catalogue import named_spec
 from kernels.precision_map import PrecisionMap
 from rl.actors import LearnerActor, SamplerActor, WeightSyncActor, peak_memory_mib
 from rl.checkpoint import Checkpoint, CheckpointStore
@@ -245,7 +246,7 @@ def _start_engines(plan: Plan, folder: RunFolder, view: RunView) -> tuple[Remote
     config = plan.config
     model = _warm_model(plan, folder, view)
     view.message("starting vLLM (sampler) and Megatron-core (learner)")
-    learner = _start_learner(plan, model, folder)
+    learner = _start_learner(plan, model, plan.learner_map, folder)
     sampler_log = folder.path / "sampler.log"
     sampler = start_actor(
         SamplerActor, "sampler", config.sampler.threads, sampler_log, model, plan.sampler_map, config.sampler
@@ -258,14 +259,17 @@ def _start_engines(plan: Plan, folder: RunFolder, view: RunView) -> tuple[Remote
     return learner, [sampler], weight_sync
 
 
-def _start_learner(plan: Plan, model: Path, folder: RunFolder) -> Remote:
+def _start_learner(plan: Plan, model: Path, precision_map: PrecisionMap, folder: RunFolder) -> Remote:
     config, log_file = plan.config, folder.path / "learner.log"
-    arguments = (model, plan.learner_map, config.learner, config.run.seed)
+    arguments = (model, precision_map, config.learner, config.run.seed)
     return start_actor(LearnerActor, "learner", config.learner.threads, log_file, *arguments)
 
 
 def _warm_model(plan: Plan, folder: RunFolder, view: RunView) -> Path:
-    """The folder to start from: the initial policy, or what a supervised start made of it (cached by content)."""
+    """The folder to start from: the initial policy, or what a supervised start made of it (cached by content).
+
+    The supervised start runs under `bf16`, as models are pretrained before they are trained in 4 bits.
+    """
     config, settings = plan.config, plan.config.model.warm_start
     if not settings.steps:
         return plan.model
@@ -275,8 +279,10 @@ def _warm_model(plan: Plan, folder: RunFolder, view: RunView) -> Path:
         if step % 100 == 0 or step == settings.steps:
             view.message(f"warm start: step {step}/{settings.steps}, loss {loss:.3f}")
 
+    precision_map = PrecisionMap.resolve(len(plan.learner_map.layers), named_spec("bf16"))
+
     def make(out: Path) -> None:
-        learner = _start_learner(plan, plan.model, folder)
+        learner = _start_learner(plan, plan.model, precision_map, folder)
         warm_start(learner, plan.task.demonstrations, settings, progress)
         learner.save_hf(out)
         stop_actor(learner)
@@ -287,7 +293,7 @@ def _warm_model(plan: Plan, folder: RunFolder, view: RunView) -> Path:
         "data": plan.task.source.describe(),
         "settings": vars(settings),
         "seed": config.run.seed,
-        "precision_map": plan.learner_map.fingerprint,
+        "precision_map": precision_map.fingerprint,
         "learner": [learner.dtype, learner.betas, learner.eps, learner.weight_decay, learner.grad_clip],
     }
     return cached_folder(Path(config.run.cache_dir), "warm", key, make)

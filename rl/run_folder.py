@@ -76,7 +76,9 @@ class RunFolder:
         store = CheckpointStore(self.checkpoints, keep)
         checkpoint = store.latest_complete()
         if checkpoint is None and any(self.checkpoints.glob("step_*")):
-            raise RunFolderError(f"{self.path}: no complete checkpoint to resume from; start a new run instead")
+            raise RunFolderError(
+                f"{self.path}: no complete checkpoint to resume from; start a new run instead"
+            )
         return checkpoint
 
     def replace_config(self, config_yaml: str) -> None:

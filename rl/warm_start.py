@@ -35,7 +35,9 @@ def warm_start(
         progress(step + 1, learner.supervised_step(*batch, lr=config.lr * rising * falling))
 
 
-def supervised_batch(demonstrations: Sequence[Demonstration]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def supervised_batch(
+    demonstrations: Sequence[Demonstration],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """tokens int64 [B, S] right-padded, lengths int64 [B], loss_mask bool [B, S] (True at answer tokens)."""
     sequences = [torch.tensor(prompt + answer) for prompt, answer in demonstrations]
     tokens = pad_sequence(sequences, batch_first=True)

@@ -20,7 +20,7 @@ class SamplerConfig:
     dtype: str = "float32"  # of weights and activations outside the experts
     max_model_len: int = 1024  # tokens of prompt and response together
     max_num_seqs: int = 128  # sequences that are decoded together
-    max_num_batched_tokens: int = 4096  # tokens of one forward pass
+    max_num_batched_tokens: int = 4096  # tokens of one forward pass; prompts are not cut
     kv_cache_gib: float = 1.0
     prefix_caching: bool = True  # within one call; nothing cached outlives it
     threads: int = 0  # intra-operation threads of torch; 0 leaves torch's own choice
@@ -33,8 +33,8 @@ class SamplerConfig:
         check("max_num_seqs", lambda v: v >= 1, "must be at least 1")
         check(
             "max_num_batched_tokens",
-            lambda v: v >= self.max_num_seqs,
-            f"must be at least max_num_seqs={self.max_num_seqs}",
+            lambda v: v >= max(self.max_num_seqs, self.max_model_len),
+            f"must be at least max_num_seqs={self.max_num_seqs} and max_model_len={self.max_model_len}",
         )
         check("kv_cache_gib", lambda v: 0 < v < math.inf, "must be positive and finite")
         check("threads", lambda v: v >= 0, "must not be negative")

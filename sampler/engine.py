@@ -78,6 +78,8 @@ class Sampler:
                 max_num_batched_tokens=config.max_num_batched_tokens,
                 kv_cache_memory_bytes=int(config.kv_cache_gib * 2**30),
                 enable_prefix_caching=config.prefix_caching,
+                block_size=32,  # the smallest that vLLM's CPU attention takes: prompts share whole blocks
+                enable_chunked_prefill=False,  # on CPUs, vLLM cannot cut the prompt of a request with a seed
                 enforce_eager=True,
                 logprobs_mode="processed_logprobs",
                 seed=config.seed,
@@ -96,16 +98,16 @@ class Sampler:
         matter. A response also depends, in its last bits, on what shares the call.
 
         Raises RuntimeError while a weight update is open, ValueError (before anything is generated) for
-        prompts that are empty, too long for `max_tokens` more, or hold unknown tokens, and for negative
-        seeds; FloatingPointError when a log-probability is not finite.
+        prompts that are empty, too long for `max_tokens` more, or hold unknown tokens, and for
+        seeds outside [0, 2**63); FloatingPointError when a log-probability is not finite.
         """
         from vllm import SamplingParams
 
         self._check_sequences(prompts, "prompts", room=sampling.max_tokens)
         if len(seeds) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts need as many lists of seeds, got {len(seeds)}")
-        if any(seed < 0 for own in seeds for seed in own):
-            raise ValueError("seeds must not be negative")
+        if not all(0 <= seed < 2**63 for own in seeds for seed in own):
+            raise ValueError("seeds must lie in [0, 2**63)")
         params = [
             SamplingParams(
                 temperature=sampling.temperature,

@@ -31,7 +31,12 @@ def test_each_position_carries_the_value_of_its_token():
     sequences = to_sequences(GROUPS)
     assert sequences.lengths.tolist() == [5, 3, 3, 3]
     assert sequences.tokens.tolist() == [[5, 6, 7, 8, 9], [5, 6, 1, 0, 0], [4, 2, 3, 0, 0], [4, 9, 9, 0, 0]]
-    assert sequences.loss_mask.int().tolist() == [[0, 0, 1, 1, 1], [0, 0, 1, 0, 0], [0, 1, 1, 0, 0], [0, 1, 1, 0, 0]]
+    assert sequences.loss_mask.int().tolist() == [
+        [0, 0, 1, 1, 1],
+        [0, 0, 1, 0, 0],
+        [0, 1, 1, 0, 0],
+        [0, 1, 1, 0, 0],
+    ]
     assert sequences.sampler_logp.dtype == torch.float32
     assert torch.equal(sequences.sampler_logp, torch.where(sequences.loss_mask, -0.5 * sequences.tokens, 0.0))
 

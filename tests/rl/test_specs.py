@@ -73,7 +73,9 @@ def test_expert_layers_that_never_ran_are_an_error():
         (["sampler.dtype=bfloat16"], {}, "sampler.dtype=bfloat16"),
     ],
 )
-def test_a_model_that_does_not_fit_is_refused_by_name(overrides: list[str], model: dict[str, int], named: str):
+def test_a_model_that_does_not_fit_is_refused_by_name(
+    overrides: list[str], model: dict[str, int], named: str
+):
     with pytest.raises(ConfigError) as refusal:
         check_against_model(load_config(["+recipe=tiny", *overrides]), replace(MODEL, **model))
     assert named in str(refusal.value)
@@ -90,7 +92,9 @@ def test_prompts_leave_room_for_the_response():
 
 
 def test_each_engine_has_its_own_map():
-    config = load_config(["+recipe=tiny", "+spec.sampler.weight_scale_domain=expert", "spec.last_layers_bf16=1"])
+    config = load_config(
+        ["+recipe=tiny", "+spec.sampler.weight_scale_domain=expert", "spec.last_layers_bf16=1"]
+    )
     learner, sampler = resolve_maps(config.spec, 4)
     assert [spec.name for spec in learner.layers] == ["minite", "minite", "minite", "bf16"]
     assert sampler.layers[0].weight_scale_domain == "expert"

@@ -97,10 +97,13 @@ def flip(held: dict[str, torch.Tensor]) -> None:
 
 
 @pytest.mark.parametrize(
-    "corrupt, named", [(flip, "b"), (lambda held: held.pop("c"), "c"), (lambda held: held.update(d=held["a"]), "d")]
+    "corrupt, named",
+    [(flip, "b"), (lambda held: held.pop("c"), "c"), (lambda held: held.update(d=held["a"]), "d")],
 )
 def test_a_receiver_that_holds_anything_else_stops_the_run(corrupt: Callable[..., None], named: str):
-    with pytest.raises(AttestationError, match=f"version 7: sampler 1 holds other bytes than were sent: {named}$"):
+    with pytest.raises(
+        AttestationError, match=f"version 7: sampler 1 holds other bytes than were sent: {named}$"
+    ):
         WeightSync(Learner(), [Receiver(), Receiver(corrupt=corrupt)], MAP).sync(7)
 
 
