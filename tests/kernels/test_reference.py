@@ -168,15 +168,21 @@ def test_product_is_the_exact_sum_rounded_once(width: int) -> None:
 
 
 def test_long_products_are_sums_of_exact_segments() -> None:
-    """Summed without a break, the small term would meet a partial sum above 2^33 and lose its last bit."""
-    x = torch.full((3, 3072), 2688.0)
-    weight = torch.full((40, 3072), 2688.0)
-    weight[:, 1536:] = -2688.0  # segments sum to +7e9, to the small term, and to -7e9
-    x[:, [1300, 1900]] = 2.0**-10
-    weight[:, 1300] = 3 * 2.0**-10
-    weight[:, 1900] = 0
-    product = reference._product(x.bfloat16(), weight.bfloat16(), named_spec("minite"))
-    assert (product == 3 * 2.0**-20).all()
+    """Small terms among large ones that cancel: partial sums pass 2^33, where the order of summation shows."""
+    g = torch.Generator().manual_seed(0)
+    small = (torch.rand(2048, generator=g) < 0.05).repeat(2)
+    x = torch.full((1, 4096), 2688.0)
+    weight = torch.full((64, 4096), 2688.0)
+    weight[:, 2048:] = -2688.0
+    x[:, small] = 2.0**-10
+    weight[:, small] = torch.randint(16, (64, int(small.sum())), generator=g) * 2.0**-10
+    product = reference._product(x.bfloat16(), weight.bfloat16(), named_spec("minite"))[0]
+    terms = [[int(term) for term in row] for row in ((x * 1024).double() * (weight * 1024).double()).tolist()]
+    for actual, row in zip(product.tolist(), terms, strict=True):
+        expected = 0.0
+        for start in range(0, 4096, 1024):
+            expected += sum(row[start : start + 1024]) / 2**20
+        assert actual == np.float32(expected)
 
 
 def test_silu_is_correctly_rounded_for_every_bf16_wherever_it_stands() -> None:
