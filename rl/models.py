@@ -6,9 +6,10 @@ import hashlib
 import json
 import os
 import shutil
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -102,22 +103,22 @@ def _random_model(config: ModelConfig, tokenizer_folder: Path, seed: int, cache:
             shutil.copy(file, folder)
 
     key = {"settings": settings, "tokenizer": folder_digest(tokenizer_folder), "seed": seed}
-    return _refuse_bad_model(lambda: cached_folder(cache, "random", key, make))
+    try:
+        return cached_folder(cache, "random", key, make)
+    except ValueError as error:
+        raise DataError(f"model: {error}") from error
 
 
 def _upcycled_model(config: ModelConfig, seed: int, cache: Path) -> Path:
-    from learner.upcycle import upcycle
+    settings = {"source": config.path, "experts": config.experts, "noise": config.noise, "seed": seed}
 
     def make(folder: Path) -> None:
-        upcycle(str(config.path), folder, experts=config.experts, noise=config.noise, seed=seed)
+        # In a process of its own: it needs several times the model's memory, which the driver would keep.
+        options = [f"--{name}={value}" for name, value in {**settings, "out": folder}.items()]
+        command = [sys.executable, "-m", "learner.upcycle", *options]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            reason = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
+            raise DataError(f"model: {reason.removeprefix('upcycle: ')}")
 
-    settings = asdict(config)
-    key = {name: settings[name] for name in ("path", "experts", "noise")} | {"seed": seed}
-    return _refuse_bad_model(lambda: cached_folder(cache, "upcycled", key, make))
-
-
-def _refuse_bad_model(make: Callable[[], Path]) -> Path:
-    try:
-        return make()
-    except (ValueError, FileNotFoundError, ModuleNotFoundError) as error:
-        raise DataError(f"model: {error}") from error
+    return cached_folder(cache, "upcycled", settings, make)

@@ -55,6 +55,7 @@ class Sampler:
         self.precision_map = precision_map
         with vllm_environment(config):
             from vllm import LLM
+            from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
             from sampler.loader import LOAD_FORMAT
             from sampler.plugin import register
@@ -62,6 +63,7 @@ class Sampler:
             from sampler.weights import LiveWeights, expert_methods
 
             register()
+            _check_head_dim(Path(model_dir), CPUAttentionBackend.get_supported_head_sizes())
             self._llm = LLM(
                 model=str(model_dir),
                 skip_tokenizer_init=True,
@@ -234,7 +236,7 @@ def _check_finite(logp: Sequence[float]) -> None:
 def _check_model(model_dir: Path, precision_map: PrecisionMap, config: SamplerConfig) -> None:
     if not (model_dir / "config.json").is_file():
         raise ValueError(f"{model_dir} is not a model folder: it holds no config.json")
-    model = json.loads((model_dir / "config.json").read_text())
+    model = _read_config(model_dir)
     architectures = model.get("architectures") or []
     if not set(architectures) & set(ARCHITECTURES):
         raise ValueError(f"{model_dir} holds {architectures}, the sampler runs {', '.join(ARCHITECTURES)}")
@@ -248,3 +250,18 @@ def _check_model(model_dir: Path, precision_map: PrecisionMap, config: SamplerCo
             f"SamplerConfig.max_model_len={config.max_model_len} is more than the model's"
             f" max_position_embeddings={model['max_position_embeddings']}"
         )
+
+
+def _check_head_dim(model_dir: Path, supported: Sequence[int]) -> None:
+    """vLLM notices in the first forward pass only."""
+    model = _read_config(model_dir)
+    head_dim = model.get("head_dim") or model["hidden_size"] // model["num_attention_heads"]
+    if head_dim not in supported:
+        raise ValueError(
+            f"{model_dir} has attention heads of {head_dim} elements, vLLM's CPU attention takes"
+            f" {', '.join(map(str, supported))}"
+        )
+
+
+def _read_config(model_dir: Path) -> dict[str, Any]:
+    return json.loads((model_dir / "config.json").read_text())
