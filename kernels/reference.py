@@ -58,8 +58,9 @@ class ExpertRows:
 
 
 def prepare(weights: ExpertWeights, spec: ExecutionSpec) -> PreparedExperts:
-    """Decode `weights`, which must have been made under `spec`."""
-    return PreparedExperts(spec, _prepare_matrix(weights.w13, spec), _prepare_matrix(weights.w2, spec))
+    """Decode `weights`. Raises ValueError when they were stored under a spec of another layout."""
+    weights = ExpertWeights.from_tensors(weights.tensors(), spec)
+    return PreparedExperts(spec, _prepare_matrix(weights.w13), _prepare_matrix(weights.w2))
 
 
 def forward(
@@ -118,9 +119,7 @@ def combine(
     return sum_in_slot_order(routing.by_token(fc2), topk_weights).to(TORCH_TYPE[spec.output])
 
 
-def _prepare_matrix(matrix: QuantizedTensor | torch.Tensor, spec: ExecutionSpec) -> PreparedMatrix:
-    if isinstance(matrix, QuantizedTensor) is not spec.quantized:
-        raise ValueError(f"expert weights were not made under execution spec {spec.name!r} ({spec.format})")
+def _prepare_matrix(matrix: QuantizedTensor | torch.Tensor) -> PreparedMatrix:
     if isinstance(matrix, QuantizedTensor):
         return PreparedMatrix(decode(matrix, torch.bfloat16), matrix.outer_scales)
     return PreparedMatrix(matrix, None)

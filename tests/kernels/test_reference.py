@@ -255,8 +255,13 @@ def test_inputs_that_do_not_fit_are_refused() -> None:
             forward(*bad, prepared, spec)
     with pytest.raises(ValueError, match="prepared under 'minite', the call asks for 'minite_expert'"):
         forward(x, ids, p, prepared, named_spec("minite_expert"))
-    with pytest.raises(ValueError, match="not made under execution spec 'bf16'"):
-        prepare(ExpertWeights.quantize(case.w13, case.w2, spec), named_spec("bf16"))
+    weights = ExpertWeights.quantize(case.w13, case.w2, spec)
+    for other, message in [
+        ("bf16", "under 'bf16' need w13.weight"),
+        ("minite_expert", "w13.outer_scales is"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            prepare(weights, named_spec(other))
 
 
 def test_an_overflow_inside_the_layer_is_refused() -> None:
