@@ -221,6 +221,19 @@ def test_epilogue_multiplies_the_outer_scales_first(name: str) -> None:
     assert (actual != oracle.f32(oracle.f32(accumulator * outer_x) * outer_w)).mean() > 0.1
 
 
+def test_a_tensor_wide_activation_scale_is_that_of_the_rows_routed_to_an_expert() -> None:
+    case, spec = Case(20, 64, 48, 3, 2), named_spec("minite", {"activation_scale_domain": "tensor"})
+    routing = Routing.group(case.ids, 3)
+    product = reference._grouped_linear(case.x, routing.tokens, routing, case.prepared(spec).w13, spec)
+    for expert, own in routing.occupied():
+        rows = case.x[(case.ids == expert).any(1)].double().numpy()
+        x = oracle.quantize(rows, shared_scale=True)
+        w = oracle.quantize(case.w13[expert].bfloat16().double().numpy())
+        accumulator = oracle.f32(x.decoded @ w.decoded.T)
+        expected = oracle.f32(accumulator * oracle.f32(x.outer_scales * w.outer_scales.T))
+        np.testing.assert_array_equal(product[own].double().numpy(), expected)
+
+
 def test_no_tokens() -> None:
     for name in CATALOGUE:
         spec = named_spec(name)
