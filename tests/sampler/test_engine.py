@@ -1,0 +1,168 @@
+"""Requests, their refusal, and reproducibility."""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kernels.catalogue import named_spec
+from kernels.precision_map import PrecisionMap
+from sampler.config import SamplingConfig
+from sampler.engine import Sampler
+from tests.sampler.conftest import LAYERS, MAX_LEN, VOCAB, MakeModel, MakeSampler, prompts, tiny_config
+
+SEEDS = [[2**62 + 10 * i + j for j in range(3)] for i in range(6)]
+
+
+@pytest.fixture(scope="module")
+def sampler(sampler_for: MakeSampler) -> Sampler:
+    return sampler_for("qwen3_moe", "minite")
+
+
+def test_a_fresh_process_writes_the_same(sampler: Sampler, model_folder: MakeModel) -> None:
+    """Tokens and log-probabilities bitwise, though this process has generated before. The process itself:
+    threads as configured, nothing listening beyond loopback, memory.
+    """
+    sampling = SamplingConfig(max_tokens=12, temperature=0.9)
+    sampler.generate(prompts(3), SEEDS[:3], sampling)
+    here = sampler.generate(prompts(), SEEDS, sampling)
+    script = Path(__file__).with_name("generate_once.py")
+    root = str(script.parents[2])
+    environment = {"PATH": os.environ["PATH"], "HOME": os.environ["HOME"], "PYTHONPATH": root}
+    environment["OMP_WAIT_POLICY"] = "PASSIVE"
+    request = json.dumps({"prompts": prompts(), "seeds": SEEDS, "max_tokens": 12, "temperature": 0.9})
+    done = subprocess.run(
+        [sys.executable, str(script), str(model_folder("qwen3_moe"))],
+        input=request,
+        env=environment,
+        text=True,
+        stdout=subprocess.PIPE,
+        check=True,
+    )
+    there = json.loads(done.stdout.splitlines()[-1])
+    assert there["responses"] == [[[list(c.token_ids), list(c.logp)] for c in own] for own in here]
+    assert there["threads"] == 1
+    assert all(ipaddress.ip_address(address).is_loopback for address in there["listening"])
+    assert there["engine_mib"] < 1200  # vLLM itself; the model has 0.2 MiB, its cache 16
+
+
+def test_seeds_decide(sampler: Sampler) -> None:
+    prompt = prompts()[1]
+    sampling = SamplingConfig(max_tokens=12)
+    [[one, same, other]] = sampler.generate([prompt], [[7, 7, 8]], sampling)
+    assert one == same
+    assert one.token_ids != other.token_ids
+    first, second = sampler.generate([prompt, prompts()[2]], [[8], []], sampling)
+    assert [c.token_ids for c in first] == [other.token_ids]
+    assert second == []
+
+
+def test_stop_tokens_end_a_response_and_belong_to_it(sampler: Sampler) -> None:
+    """Only those asked for: the model's own end-of-sequence token is one like any other."""
+    seeds = [list(range(40))]
+    sampling = SamplingConfig(max_tokens=20)
+    [free] = sampler.generate(prompts()[:1], seeds, sampling)
+    assert any(5 in c.token_ids for c in free)
+    assert {(len(c.token_ids), c.finish_reason) for c in free} == {(20, "length")}
+    stopping = SamplingConfig(max_tokens=20, stop_token_ids=(5, 11))
+    [stopped] = sampler.generate(prompts()[:1], seeds, stopping)
+    for whole, cut in zip(free, stopped, strict=True):
+        ends = [i for i, token in enumerate(whole.token_ids) if token in (5, 11)]
+        expected = whole.token_ids[: ends[0] + 1] if ends else whole.token_ids
+        assert cut.token_ids == expected
+        assert cut.finish_reason == ("stop" if ends else "length")
+        assert len(cut.logp) == len(cut.token_ids)
+
+
+def test_greedy(sampler_for: MakeSampler) -> None:
+    """The likeliest token each time, with its log-probability at temperature 1."""
+    sampler = sampler_for("qwen3_moe", "fp32")
+    responses = sampler.generate(prompts(), [[1, 2]] * 6, SamplingConfig(max_tokens=4, temperature=0))
+    for prompt, (one, two) in zip(prompts(), responses, strict=True):
+        assert one.token_ids == two.token_ids
+        sequences = [[*prompt, token] for token in range(VOCAB)]
+        scores = torch.tensor(sampler.score(sequences, [len(prompt)] * VOCAB))[:, 0]
+        assert int(scores.argmax()) == one.token_ids[0]
+        assert one.logp[0] == pytest.approx(scores.max().item(), abs=2e-5)
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"prompts": [[1], []], "seeds": [[0], [0]]}, r"prompts\[1\] has 0 tokens"),
+    (
+        {"prompts": [[1] * 89], "seeds": [[0]]},
+        rf"prompts\[0\] has 89 tokens, must have 1 to 88 \(max_model_len={MAX_LEN}, max_tokens=8\)",
+    ),
+    ({"prompts": [[1, VOCAB]], "seeds": [[0]]}, rf"prompts\[0\] holds token ids outside \[0, {VOCAB}\)"),
+    ({"prompts": [[1]], "seeds": []}, r"1 prompts need as many lists of seeds, got 0"),
+    ({"prompts": [[1]], "seeds": [[-1]]}, r"seeds must lie in"),
+    ({"prompts": [[1]], "seeds": [[2**63]]}, r"seeds must lie in"),
+]
+
+
+@pytest.mark.parametrize(("request_", "message"), REFUSED)
+def test_refused_requests(request_: dict[str, Any], message: str, sampler: Sampler) -> None:
+    calls = sampler.report().expert_calls
+    with pytest.raises(ValueError, match=message):
+        sampler.generate(**request_, sampling=SamplingConfig(max_tokens=8))
+    assert sampler.report().expert_calls == calls
+
+
+@pytest.mark.parametrize(
+    ("sequence", "length", "message"),
+    [
+        ([1, 2, 3], 0, r"prompt_lengths\[0\]=0 must lie in \[1, 2\]"),
+        ([1, 2, 3], 3, r"prompt_lengths\[0\]=3 must lie in \[1, 2\]"),
+        ([1] * (MAX_LEN + 1), 1, r"sequences\[0\] has 97 tokens, must have 1 to 96"),
+    ],
+)
+def test_refused_scores(sequence: list[int], length: int, message: str, sampler: Sampler) -> None:
+    with pytest.raises(ValueError, match=message):
+        sampler.score([sequence], [length])
+
+
+def test_non_finite_log_probabilities_are_an_error(sampler_for: MakeSampler) -> None:
+    sampler = sampler_for("qwen3_moe", "fp32")
+    weight = sampler._model.lm_head.weight.data
+    saved = weight[3].clone()
+    weight[3] = torch.inf
+    try:
+        with pytest.raises(FloatingPointError, match="not all finite"):
+            sampler.generate(prompts(), SEEDS, SamplingConfig(max_tokens=2))
+    finally:
+        weight[3] = saved
+
+
+@pytest.mark.parametrize(
+    ("layers", "changes", "message"),
+    [
+        (LAYERS + 1, {}, r"precision map has 3 layers, the model .* has 2"),
+        (LAYERS, {"max_model_len": 200}, r"max_model_len=200 is more than .* max_position_embeddings=128"),
+    ],
+)
+def test_models_that_do_not_fit(
+    layers: int, changes: dict[str, Any], message: str, model_folder: MakeModel
+) -> None:
+    precision_map = PrecisionMap.resolve(layers, named_spec("minite"))
+    with pytest.raises(ValueError, match=message):
+        Sampler(model_folder("qwen3_moe"), precision_map, tiny_config(**changes))
+
+
+def test_folders_that_do_not_fit(model_folder: MakeModel, tmp_path: Path) -> None:
+    precision_map = PrecisionMap.resolve(1, named_spec("minite"))
+    with pytest.raises(ValueError, match=r"holds no config.json"):
+        Sampler(tmp_path, precision_map, tiny_config())
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}))
+    with pytest.raises(ValueError, match=r"\['LlamaForCausalLM'\], the sampler runs Qwen3Moe"):
+        Sampler(tmp_path, precision_map, tiny_config())
+    model = json.loads((model_folder("mixtral") / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**model, "num_hidden_layers": 1, "head_dim": 16}))
+    with pytest.raises(ValueError, match=r"attention heads of 16 elements, .* takes 32, 64"):
+        Sampler(tmp_path, precision_map, tiny_config())
