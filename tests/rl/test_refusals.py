@@ -16,7 +16,8 @@ def rows(tmp_path: Path) -> dict[str, Path]:
         "empty": "",
         "no_answer": json.dumps({"id": "1", "problem": "What is 1 + 1?"}),
         "long": "\n".join(
-            json.dumps({"id": str(n), "problem": "1+1=" * (1 + 100 * (n == 1)), "answer": "2"}) for n in range(3)
+            json.dumps({"id": str(n), "problem": "1+1=" * (1 + 100 * (n == 1)), "answer": "2"})
+            for n in range(3)
         ),
     }
     for name, text in files.items():
