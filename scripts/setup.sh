@@ -35,7 +35,7 @@ free_gib=$(df -Pk . | awk 'NR==2 {print int($4 / 1048576)}')
 
 echo "setup: creating .venv with $("$python" --version) and installing $(grep -c == "$LOCK") pinned packages"
 [[ -x .venv/bin/python ]] || "$python" -m venv .venv
-pip() { .venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps "$@"; }
+pip() { .venv/bin/python -m pip install -qq --disable-pip-version-check --no-deps "$@"; }
 torch=$(grep '^torch==' "$LOCK")
 # The CPU build of torch is found where pip looks anyway (a mirror, local wheels) or on PyTorch's own index.
 pip "$torch" 2>/dev/null || pip --index-url https://download.pytorch.org/whl/cpu "$torch" \
