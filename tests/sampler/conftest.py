@@ -43,6 +43,7 @@ _COMMON: dict[str, Any] = {
 
 MakeModel = Callable[..., Path]
 MakeSampler = Callable[..., Sampler]
+StartSampler = Callable[..., Sampler]
 
 
 def build(family: str, seed: int) -> PreTrainedModel:
@@ -84,7 +85,22 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> MakeModel:
 
 
 @pytest.fixture(scope="session")
-def sampler_for(model_folder: MakeModel) -> MakeSampler:
+def start_sampler() -> Iterator[StartSampler]:
+    """start_sampler(folder, precision_map, **changes): a new engine, alive until the last test is done.
+
+    Several engines live in one process, but the end of one takes vLLM's process groups from the others.
+    """
+    started: list[Sampler] = []
+
+    def start(folder: Path, precision_map: PrecisionMap, **changes: Any) -> Sampler:
+        started.append(Sampler(folder, precision_map, tiny_config(**changes)))
+        return started[-1]
+
+    yield start
+
+
+@pytest.fixture(scope="session")
+def sampler_for(model_folder: MakeModel, start_sampler: StartSampler) -> MakeSampler:
     """sampler_for(family, spec, dtype): an engine shared by all tests; they leave its weights as they were."""
     made: dict[tuple[str, str, str], Sampler] = {}
 
@@ -92,7 +108,7 @@ def sampler_for(model_folder: MakeModel) -> MakeSampler:
         key = family, spec, dtype
         if key not in made:
             precision_map = PrecisionMap.resolve(LAYERS, named_spec(spec))
-            made[key] = Sampler(model_folder(family), precision_map, tiny_config(dtype=dtype))
+            made[key] = start_sampler(model_folder(family), precision_map, dtype=dtype)
         return made[key]
 
     return make

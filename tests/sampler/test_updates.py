@@ -13,7 +13,15 @@ from kernels.digest import tensor_digest
 from sampler.config import SamplingConfig
 from sampler.engine import Completion, Sampler
 from sampler.weights import TensorSpec
-from tests.sampler.conftest import FAMILIES, MakeModel, MakeSampler, gap, prompts, reference_logp
+from tests.sampler.conftest import (
+    FAMILIES,
+    MakeModel,
+    MakeSampler,
+    StartSampler,
+    gap,
+    prompts,
+    reference_logp,
+)
 from tests.sampler.wire import wire_tensors
 
 SAMPLING = SamplingConfig(max_tokens=8)
@@ -45,7 +53,11 @@ def respond(sampler: Sampler) -> list[list[Completion]]:
 @pytest.mark.parametrize("spec", ["fp32", "minite"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_update_there_and_back(
-    family: str, spec: str, sampler_for: MakeSampler, model_folder: MakeModel
+    family: str,
+    spec: str,
+    sampler_for: MakeSampler,
+    start_sampler: StartSampler,
+    model_folder: MakeModel,
 ) -> None:
     """Digests of what was sent, then bit for bit what engines started from those weights write."""
     sampler = sampler_for(family, spec)
@@ -55,7 +67,7 @@ def test_update_there_and_back(
     assert update(sampler, new) == {name: tensor_digest(tensor) for name, tensor in new.items()}
     after = respond(sampler)
     assert {c.version for own in after for c in own} == {version + 1}
-    started = Sampler(model_folder(family, 1), sampler.precision_map, sampler.config)
+    started = start_sampler(model_folder(family, 1), sampler.precision_map)
     assert respond(started) == with_version(after, 0)
     if spec == "fp32":
         model = AutoModelForCausalLM.from_pretrained(model_folder(family, 1)).eval()
