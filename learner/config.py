@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+
+from kernels.checks import checker
 
 DTYPES = ("float32", "bfloat16")
 LOSS_AGGREGATIONS = ("token_mean",)
@@ -35,7 +35,7 @@ class LearnerConfig:
     pipeline_parallel: int = 1
 
     def __post_init__(self) -> None:
-        check = _checker(self)
+        check = checker(self)
         check("dtype", lambda v: v in DTYPES, f"must be one of {', '.join(DTYPES)}")
         check("device", lambda v: re.fullmatch(r"cpu|cuda(:\d+)?", v), "must be cpu, cuda or cuda:N")
         check("threads", lambda v: v >= 0, "must not be negative")
@@ -64,7 +64,7 @@ class ObjectiveConfig:
     loss_aggregation: str = "token_mean"
 
     def __post_init__(self) -> None:
-        check = _checker(self)
+        check = checker(self)
         check("clip_low", lambda v: 0 < v < 1, "must lie in (0, 1)")
         check("clip_high", lambda v: 0 < v < math.inf, "must be positive and finite")
         check("tis_cap", lambda v: v is None or 0 < v < math.inf, "must be None (off) or positive and finite")
@@ -73,16 +73,3 @@ class ObjectiveConfig:
             lambda v: v in LOSS_AGGREGATIONS,
             f"must be one of {', '.join(LOSS_AGGREGATIONS)}",
         )
-
-
-def _checker(config: Any) -> Callable[[str, Callable[[Any], object], str], None]:
-    def check(name: str, holds: Callable[[Any], object], rule: str) -> None:
-        value = getattr(config, name)
-        try:
-            valid = bool(holds(value))
-        except TypeError:
-            valid = False
-        if not valid:
-            raise ValueError(f"{type(config).__name__}.{name}={value!r} {rule}")
-
-    return check

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+
+from kernels.checks import checker
 
 DTYPES = ("float32", "bfloat16")
 
@@ -27,7 +27,7 @@ class SamplerConfig:
     seed: int = 0  # of the engine's global generators; every response has a seed of its own
 
     def __post_init__(self) -> None:
-        check = _checker(self)
+        check = checker(self)
         check("dtype", lambda v: v in DTYPES, f"must be one of {', '.join(DTYPES)}")
         check("max_model_len", lambda v: v >= 2, "must be at least 2: one token of prompt, one of response")
         check("max_num_seqs", lambda v: v >= 1, "must be at least 1")
@@ -55,21 +55,8 @@ class SamplingConfig:
     stop_token_ids: tuple[int, ...] = ()  # a response ends with the first of these, which it includes
 
     def __post_init__(self) -> None:
-        check = _checker(self)
+        check = checker(self)
         check("temperature", lambda v: v == 0 or 0.01 <= v <= 2, "must be 0 or lie in [0.01, 2]")
         check("top_p", lambda v: 0 < v <= 1, "must lie in (0, 1]")
         check("max_tokens", lambda v: v >= 1, "must be at least 1")
         check("stop_token_ids", lambda v: all(i >= 0 for i in v), "must not be negative")
-
-
-def _checker(config: Any) -> Callable[[str, Callable[[Any], object], str], None]:
-    def check(name: str, holds: Callable[[Any], object], rule: str) -> None:
-        value = getattr(config, name)
-        try:
-            valid = bool(holds(value))
-        except TypeError:
-            valid = False
-        if not valid:
-            raise ValueError(f"{type(config).__name__}.{name}={value!r} {rule}")
-
-    return check
