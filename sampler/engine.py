@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,13 +14,12 @@ from kernels.precision_map import PrecisionMap
 from kernels.report import EngineReport
 from sampler.config import SamplerConfig, SamplingConfig
 from sampler.environment import vllm_environment
+from sampler.model_check import BLOCK_SIZE, check_model
 
 if TYPE_CHECKING:
     from vllm import RequestOutput
 
     from sampler.weights import TensorSpec
-
-ARCHITECTURES = ("Qwen3MoeForCausalLM", "MixtralForCausalLM")
 
 
 @dataclass(frozen=True)
@@ -43,19 +41,22 @@ class Completion:
 class Sampler:
     """Writes and scores responses, one weight version at a time.
 
-    model_dir: a Hugging Face folder of one of `ARCHITECTURES` with safetensors; weights version 0.
+    model_dir: a Hugging Face folder of one of `model_check.ARCHITECTURES` with safetensors; weights version 0.
     precision_map: the spec of each of its layers.
 
-    Raises ValueError when the folder, the map and the configuration do not fit each other.
+    Meant to have a process of its own: vLLM seeds the global generators, patches parts of torch, and the end
+    of one engine takes the process groups from any other.
+
+    Raises ValueError when the folder, the map and the configuration do not fit each other, or the checkpoint
+    is incomplete.
     """
 
     def __init__(self, model_dir: str | Path, precision_map: PrecisionMap, config: SamplerConfig) -> None:
-        _check_model(Path(model_dir), precision_map, config)
+        check_model(Path(model_dir), precision_map, config)
         self.config = config
         self.precision_map = precision_map
         with vllm_environment(config):
             from vllm import LLM
-            from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
             from sampler.loader import LOAD_FORMAT
             from sampler.plugin import register
@@ -63,7 +64,6 @@ class Sampler:
             from sampler.weights import LiveWeights, expert_methods
 
             register()
-            _check_head_dim(Path(model_dir), CPUAttentionBackend.get_supported_head_sizes())
             self._llm = LLM(
                 model=str(model_dir),
                 skip_tokenizer_init=True,
@@ -80,7 +80,7 @@ class Sampler:
                 max_num_batched_tokens=config.max_num_batched_tokens,
                 kv_cache_memory_bytes=int(config.kv_cache_gib * 2**30),
                 enable_prefix_caching=config.prefix_caching,
-                block_size=32,  # the smallest that vLLM's CPU attention takes: prompts share whole blocks
+                block_size=BLOCK_SIZE,
                 enable_chunked_prefill=False,  # on CPUs, vLLM cannot cut the prompt of a request with a seed
                 enforce_eager=True,
                 logprobs_mode="processed_logprobs",
@@ -139,6 +139,8 @@ class Sampler:
         """
         from vllm import SamplingParams
 
+        if not 0 < temperature < math.inf:
+            raise ValueError(f"temperature={temperature} must be positive and finite")
         self._check_sequences(sequences, "sequences", room=0)
         for index, (sequence, length) in enumerate(zip(sequences, prompt_lengths, strict=True)):
             if not 1 <= length < len(sequence):
@@ -231,37 +233,3 @@ class Sampler:
 def _check_finite(logp: Sequence[float]) -> None:
     if not all(map(math.isfinite, logp)):
         raise FloatingPointError(f"log-probabilities are not all finite: {list(logp)}")
-
-
-def _check_model(model_dir: Path, precision_map: PrecisionMap, config: SamplerConfig) -> None:
-    if not (model_dir / "config.json").is_file():
-        raise ValueError(f"{model_dir} is not a model folder: it holds no config.json")
-    model = _read_config(model_dir)
-    architectures = model.get("architectures") or []
-    if not set(architectures) & set(ARCHITECTURES):
-        raise ValueError(f"{model_dir} holds {architectures}, the sampler runs {', '.join(ARCHITECTURES)}")
-    if len(precision_map.layers) != model["num_hidden_layers"]:
-        raise ValueError(
-            f"the precision map has {len(precision_map.layers)} layers, the model in {model_dir} has"
-            f" {model['num_hidden_layers']}"
-        )
-    if config.max_model_len > model["max_position_embeddings"]:
-        raise ValueError(
-            f"SamplerConfig.max_model_len={config.max_model_len} is more than the model's"
-            f" max_position_embeddings={model['max_position_embeddings']}"
-        )
-
-
-def _check_head_dim(model_dir: Path, supported: Sequence[int]) -> None:
-    """vLLM notices in the first forward pass only."""
-    model = _read_config(model_dir)
-    head_dim = model.get("head_dim") or model["hidden_size"] // model["num_attention_heads"]
-    if head_dim not in supported:
-        raise ValueError(
-            f"{model_dir} has attention heads of {head_dim} elements, vLLM's CPU attention takes"
-            f" {', '.join(map(str, supported))}"
-        )
-
-
-def _read_config(model_dir: Path) -> dict[str, Any]:
-    return json.loads((model_dir / "config.json").read_text())

@@ -35,10 +35,12 @@ class TensorSpec:
 
 def expert_methods(model: nn.Module) -> dict[int, ExpertMethod]:
     """Layer number -> what computes its experts."""
-    experts = (module for module in model.modules() if isinstance(module, RoutedExperts))
-    methods = {extract_layer_index(layer.layer_name): layer.quant_method for layer in experts}
-    assert all(isinstance(method, ExpertMethod) for method in methods.values())
-    return methods  # pyright: ignore[reportReturnType]  # the line above
+    methods: dict[int, ExpertMethod] = {}
+    for module in model.modules():
+        if isinstance(module, RoutedExperts):
+            assert isinstance(module.quant_method, ExpertMethod)
+            methods[extract_layer_index(module.layer_name)] = module.quant_method
+    return methods
 
 
 def weight_views(model: nn.Module) -> dict[str, torch.Tensor]:

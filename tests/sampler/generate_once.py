@@ -20,11 +20,14 @@ before = process.memory_info().rss
 sampler = Sampler(sys.argv[1], PrecisionMap.resolve(LAYERS, named_spec("minite")), tiny_config())
 sampling = SamplingConfig(max_tokens=request["max_tokens"], temperature=request["temperature"])
 responses = sampler.generate(request["prompts"], request["seeds"], sampling)
+threads = [torch.get_num_threads()]
+torch.set_num_threads(2)
+threads.append(torch.get_num_threads())
 print(
     json.dumps(
         {
             "responses": [[[c.token_ids, c.logp] for c in own] for own in responses],
-            "threads": torch.get_num_threads(),
+            "threads": threads,
             "listening": [c.laddr.ip for c in process.net_connections("inet") if c.status == "LISTEN"],
             "engine_mib": (process.memory_info().rss - before) / 2**20,
         }

@@ -1,0 +1,61 @@
+"""Whether a model folder, a precision map and the settings fit each other, from `config.json` alone."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sampler.config import SamplerConfig
+
+if TYPE_CHECKING:
+    from kernels.precision_map import PrecisionMap
+
+ARCHITECTURES = ("Qwen3MoeForCausalLM", "MixtralForCausalLM")
+# Of vLLM's CPU attention. It takes other heads, and fails in the first forward pass.
+HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+BLOCK_SIZE = 32  # tokens in a block of the cache: the smallest it takes, as prompts share whole blocks
+
+
+def check_model(model_dir: Path, precision_map: PrecisionMap, config: SamplerConfig) -> None:
+    """Raises ValueError, naming value and rule, when the engine could not run this."""
+    if not (model_dir / "config.json").is_file():
+        raise ValueError(f"{model_dir} is not a model folder: it holds no config.json")
+    model = json.loads((model_dir / "config.json").read_text())
+    architectures = model.get("architectures") or []
+    if not set(architectures) & set(ARCHITECTURES):
+        raise ValueError(f"{model_dir} holds {architectures}, the sampler runs {', '.join(ARCHITECTURES)}")
+    if (layers := len(precision_map.layers)) != model["num_hidden_layers"]:
+        raise ValueError(
+            f"the precision map has {layers} layers, {model_dir} has {model['num_hidden_layers']}"
+        )
+    if config.max_model_len > model["max_position_embeddings"]:
+        raise ValueError(
+            f"SamplerConfig.max_model_len={config.max_model_len} is more than max_position_embeddings="
+            f"{model['max_position_embeddings']} of {model_dir}"
+        )
+    if _head_dim(model) not in HEAD_DIMS:
+        raise ValueError(
+            f"{model_dir} has attention heads of {_head_dim(model)} elements, vLLM's CPU attention takes"
+            f" {', '.join(map(str, HEAD_DIMS))}"
+        )
+    needed = _cache_bytes(model, config) / 2**30
+    if needed > config.kv_cache_gib:
+        raise ValueError(
+            f"SamplerConfig.kv_cache_gib={config.kv_cache_gib:.3g} must be at least {needed:.3g}: keys and"
+            f" values of one sequence of max_model_len={config.max_model_len}"
+        )
+
+
+def _head_dim(model: dict[str, Any]) -> int:
+    return model.get("head_dim") or model["hidden_size"] // model["num_attention_heads"]
+
+
+def _cache_bytes(model: dict[str, Any], config: SamplerConfig) -> int:
+    """Of one sequence of the greatest length, and of the block that vLLM keeps for itself."""
+    tokens = (math.ceil(config.max_model_len / BLOCK_SIZE) + 1) * BLOCK_SIZE
+    itemsize = {"float32": 4, "bfloat16": 2}[config.dtype]
+    return (
+        2 * tokens * model["num_hidden_layers"] * model["num_key_value_heads"] * _head_dim(model) * itemsize
+    )

@@ -1,0 +1,57 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kernels.catalogue import named_spec
+from kernels.precision_map import PrecisionMap
+from sampler.config import SamplerConfig
+from sampler.engine import Sampler
+from sampler.model_check import HEAD_DIMS, check_model
+from tests.sampler.conftest import LAYERS, MakeModel, StartSampler, tiny_config
+
+MAP = PrecisionMap.resolve(LAYERS, named_spec("minite"))
+
+
+def test_no_folder(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"holds no config.json"):
+        Sampler(tmp_path, MAP, tiny_config())
+
+
+@pytest.mark.parametrize(
+    ("model", "settings", "message"),
+    [
+        ({"architectures": ["LlamaForCausalLM"]}, {}, r"\['LlamaForCausalLM'\], the sampler runs Qwen3Moe"),
+        ({"num_hidden_layers": 3}, {}, r"precision map has 2 layers, .* has 3"),
+        ({}, {"max_model_len": 200}, r"max_model_len=200 is more than max_position_embeddings=128"),
+        ({"head_dim": 16}, {}, r"attention heads of 16 elements, .* takes 32, 64"),
+        ({}, {"kv_cache_gib": 1e-4}, r"kv_cache_gib=0.0001 must be at least 0.000122: .*max_model_len=96"),
+    ],
+)
+def test_refused(
+    model: dict[str, Any],
+    settings: dict[str, Any],
+    message: str,
+    model_folder: MakeModel,
+    tmp_path: Path,
+) -> None:
+    sound = json.loads((model_folder("mixtral") / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(sound | model))
+    with pytest.raises(ValueError, match=message):
+        check_model(tmp_path, MAP, tiny_config(**settings))
+
+
+def test_the_smallest_cache_is_enough(start_sampler: StartSampler, model_folder: MakeModel) -> None:
+    folder = model_folder("mixtral")
+    config: SamplerConfig = tiny_config(kv_cache_gib=4 * 32 * 2 * LAYERS * 2 * 32 * 4 / 2**30)
+    check_model(folder, MAP, config)
+    assert start_sampler(folder, MAP, kv_cache_gib=config.kv_cache_gib).score([[1] * 96], [95])
+
+
+def test_head_sizes_are_those_of_the_attention() -> None:
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    assert list(HEAD_DIMS) == CPUAttentionBackend.get_supported_head_sizes()
