@@ -30,6 +30,10 @@ def check_model(model_dir: Path, precision_map: PrecisionMap, config: SamplerCon
         raise ValueError(
             f"the precision map has {layers} layers, {model_dir} has {model['num_hidden_layers']}"
         )
+    if model.get("mlp_only_layers") or model.get("decoder_sparse_step", 1) != 1:
+        raise ValueError(
+            f"{model_dir} has layers without experts, the sampler runs models with experts in all"
+        )
     if config.max_model_len > model["max_position_embeddings"]:
         raise ValueError(
             f"SamplerConfig.max_model_len={config.max_model_len} is more than max_position_embeddings="

@@ -25,6 +25,8 @@ def test_no_folder(tmp_path: Path) -> None:
     ("model", "settings", "message"),
     [
         ({"architectures": ["LlamaForCausalLM"]}, {}, r"\['LlamaForCausalLM'\], the sampler runs Qwen3Moe"),
+        ({"mlp_only_layers": [1]}, {}, r"has layers without experts"),
+        ({"decoder_sparse_step": 2}, {}, r"has layers without experts"),
         ({"num_hidden_layers": 3}, {}, r"precision map has 2 layers, .* has 3"),
         ({}, {"max_model_len": 200}, r"max_model_len=200 is more than max_position_embeddings=128"),
         ({"head_dim": 16}, {}, r"attention heads of 16 elements, .* takes 32, 64"),
