@@ -49,7 +49,7 @@ def test_a_fresh_process_writes_the_same(sampler: Sampler, model_folder: MakeMod
     assert there["responses"] == [[[list(c.token_ids), list(c.logp)] for c in own] for own in here]
     assert there["threads"] == [1, 2]  # as configured, and still to be changed
     assert all(ipaddress.ip_address(address).is_loopback for address in there["listening"])
-    assert there["engine_mib"] < 1200  # vLLM itself; the model has 0.2 MiB, its cache 16
+    assert there["engine_mib"] < 600  # vLLM itself; the cache has 16, the model less than one
 
 
 def test_seeds_decide(sampler: Sampler) -> None:
