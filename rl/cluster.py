@@ -27,6 +27,7 @@ _ENGINE_ENVIRONMENT = {
     "DO_NOT_TRACK": "1",
     "HF_HUB_DISABLE_TELEMETRY": "1",
     "TOKENIZERS_PARALLELISM": "false",
+    "OMP_WAIT_POLICY": "PASSIVE",  # engines share the cores: a thread that spins at a barrier takes another's
 }
 
 

@@ -18,7 +18,7 @@ from rl.cluster import Remote, local_cluster, start_actor, stop_actor, wait
 from rl.compose import to_yaml
 from rl.config import Config
 from rl.data.prompts import Prompt
-from rl.errors import ConfigError
+from rl.errors import ConfigError, DataError
 from rl.models import cached_folder, folder_digest, initial_model, model_architecture
 from rl.records.logger import RunLogger
 from rl.records.provenance import record_engines, record_launch
@@ -34,6 +34,7 @@ from rl.validate import check_against_model, resolve_maps
 from rl.warm_start import warm_start
 from sampler.config import SamplingConfig
 from sampler.engine import Completion
+from sampler.model_check import check_model
 
 log = logging.getLogger(__name__)
 
@@ -140,6 +141,10 @@ def make_plan(config: Config) -> Plan:
     architecture = model_architecture(model)
     check_against_model(config, architecture)
     learner_map, sampler_map = resolve_maps(config.spec, architecture.layers)
+    try:
+        check_model(model, sampler_map, config.sampler)
+    except ValueError as error:
+        raise DataError(f"model: {error}") from error
     return Plan(config, Task(config, source, model), model, learner_map, sampler_map, reward, resumed)
 
 

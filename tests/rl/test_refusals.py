@@ -35,6 +35,7 @@ CASES = {
     "unknown family": (["model.family=gpt9"], "gpt9"),
     "width no multiple of 16": (["model.hf_config.hidden_size=120"], "hidden size 120"),
     "expert width no multiple of 16": (["model.hf_config.moe_intermediate_size=40"], "expert FFN width 40"),
+    "head width that vLLM lacks": (["model.hf_config.head_dim=16"], "head"),
     "experts per rank": (["learner.expert_parallel=3"], "expert_parallel=3"),
     "unknown specification": (["spec.name=fp3"], "fp3"),
     "unknown field of a specification": (["+spec.learner.colour=red"], "colour"),
@@ -86,7 +87,7 @@ def test_an_overlong_row_of_a_file_is_named(
 
     folder = tmp_path / "tiny_model"
     shape = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
-    shape |= {"head_dim": 16, "num_experts": 2, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    shape |= {"head_dim": 32, "num_experts": 2, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
     initialize(
         folder, {"model_type": "qwen3_moe", "vocab_size": 14, "max_position_embeddings": 64, **shape}, 0
     )
