@@ -50,7 +50,8 @@ def run(config: Config) -> None:
 
     with open_job(make_plan(config)) as job:
         train(job)
-    print(f"report: {job.folder.report}")
+    if job.folder.report.exists():  # if not, the log has said why
+        print(f"report: {job.folder.report}")
 
 
 def _load(overrides: list[str]) -> Config:
