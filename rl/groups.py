@@ -19,6 +19,10 @@ class TooFewGroups(UserError):
     """The rounds of dynamic sampling are used up and the batch is not full."""
 
 
+class AllSolved(TooFewGroups):
+    """The same, because every dropped group has only right answers: the problems have nothing left to teach."""
+
+
 class ScoredGroup(Protocol):
     """The responses to one prompt; only their scores matter here."""
 
@@ -99,7 +103,8 @@ class GroupBuffer(Generic[G]):
         """Judge the groups of one round and keep those that count.
 
         Raises:
-            TooFewGroups: this was the last round and fewer than `at_least` groups are kept.
+            TooFewGroups: this was the last round and fewer than `at_least` groups are kept; AllSolved when all
+                others were solved.
             ValueError: the buffer is complete, or a group has not `group_size` scores.
         """
         if self.complete:
@@ -113,7 +118,8 @@ class GroupBuffer(Generic[G]):
         for group in groups:
             self._place(group)
         if self.rounds >= self.max_rounds and not self.complete:
-            raise TooFewGroups(
+            error = TooFewGroups if self.unsolved or self.failed else AllSolved
+            raise error(
                 f"{len(self.kept)} groups kept, {self.at_least} needed, after {self.rounds} rounds"
                 f" ({self.drawn} drawn: {self.solved} with only right answers, {self.unsolved} with only"
                 f" wrong ones, {self.failed} with a failed reward); raise algorithm.max_rounds, use problems"

@@ -9,7 +9,7 @@ import torch
 from learner.batch import TrainBatch
 from rl.advantages import group_advantages
 from rl.gap import gap_statistics
-from rl.groups import GroupBuffer
+from rl.groups import AllSolved, GroupBuffer, TooFewGroups
 from rl.job import Job
 from rl.metrics import reduce
 from rl.rollout import Group, Sequences, response_statistics, to_sequences
@@ -40,7 +40,11 @@ def train(job: Job) -> None:
         job.record(0, evaluate(job))
     while progress.iteration < run.iterations:
         stages = Stages(job.view.stage)
-        progress, metrics = iterate(job, progress, stages)
+        try:
+            progress, metrics = iterate(job, progress, stages)
+        except TooFewGroups as shortage:
+            end_early(job, progress, shortage)
+            return
         last = progress.iteration == run.iterations
         if last or progress.iteration % evaluation.every == 0:
             with stages("evaluate"):
@@ -48,6 +52,17 @@ def train(job: Job) -> None:
         job.record(progress.iteration, metrics | stages.metrics(metrics["tokens/generated"]))
         if last or progress.iteration % run.checkpoint_every == 0:
             job.save(progress.iteration, asdict(progress))
+
+
+def end_early(job: Job, progress: Progress, shortage: TooFewGroups) -> None:
+    """Keep what was learned. A policy that solves every problem is done; any other shortage of groups is an error."""
+    if progress.iteration not in job.checkpoints.steps():
+        job.save(progress.iteration, asdict(progress))
+    if not isinstance(shortage, AllSolved):
+        raise shortage
+    job.view.message(f"every problem drawn is solved: the run ends after iteration {progress.iteration}")
+    if progress.iteration % job.config.evaluation.every:
+        job.record(progress.iteration, evaluate(job))
 
 
 def iterate(job: Job, progress: Progress, stages: Stages) -> tuple[Progress, Metrics]:

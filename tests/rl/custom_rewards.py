@@ -16,6 +16,11 @@ from rl.rewards.score import Score
 not_a_function = 3
 
 
+def always_right(response: str, problem: Problem) -> Score:
+    """Nothing is left to learn."""
+    return Score(1.0, correct=True)
+
+
 def by_order(response: str, problem: Problem) -> Score:
     """Does what the response says."""
     command, _, argument = response.partition(" ")

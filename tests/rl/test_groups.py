@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl.groups import GroupBuffer, TooFewGroups, Verdict, judge
+from rl.groups import AllSolved, GroupBuffer, TooFewGroups, Verdict, judge
 from rl.rewards.score import Score
 
 
@@ -109,6 +109,15 @@ def test_the_bound_is_an_error_with_all_counts():
     assert "1 groups kept, 2 needed, after 2 rounds" in message
     assert "5 drawn: 2 with only right answers, 1 with only wrong ones, 1 with a failed reward" in message
     assert "algorithm.max_rounds" in message
+
+
+def test_a_shortage_because_everything_is_solved_is_told_apart():
+    with pytest.raises(AllSolved, match="2 drawn: 2 with only right answers"):
+        buffer(needed=2, max_rounds=1).add([group("a", 1, 1), group("b", 1, 1)])
+    for other in (group("b", 0, 0), group("b", "boom", 1)):
+        with pytest.raises(TooFewGroups) as shortage:
+            buffer(needed=2, max_rounds=1).add([group("a", 1, 1), other])
+        assert not isinstance(shortage.value, AllSolved)
 
 
 def test_fewer_groups_suffice_once_the_rounds_are_used_up():

@@ -164,6 +164,16 @@ def test_a_sampler_under_another_specification_stops_before_the_first_rollout(pl
     assert (run_folder(place, "mismatch") / "metrics.jsonl").read_text() == ""
 
 
+def test_a_run_that_solves_everything_ends_well_and_keeps_what_it_learned(place: Path):
+    process = start(place, "run.name=solved", "reward.function=tests.rl.custom_rewards:always_right")
+    output = finish(process, place)
+    assert process.returncode == 0, output
+    assert "every problem drawn is solved: the run ends after iteration 0" in output
+    folder = run_folder(place, "solved")
+    assert CheckpointStore(folder / "checkpoints", 2).steps() == [0]
+    assert (folder / "report.html").exists()
+
+
 def test_a_finished_run_is_not_resumed(place: Path, uninterrupted: Path):
     process = start(place, "run.name=uninterrupted", f"run.resume={uninterrupted}")
     assert "has finished 4 iterations already" in finish(process, place)
