@@ -1,111 +1,413 @@
-"""Execution specifications with a name."""
+"""Execution specifications with a name, each with the software that computes it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 
-from kernels.spec import (
-    Accumulation,
-    ActivationScaleDomain,
-    Backward,
-    BlockScale,
-    BlockScaleFormat,
-    BlockUnderflow,
-    Combine,
-    Element,
-    Epilogue,
-    ExecutionSpec,
-    FloatType,
-    Format,
-    NegativeZero,
-    NibbleOrder,
-    OuterScale,
-    RouterPosition,
-    ScaleLayout,
-    Swiglu,
-    WeightScaleDomain,
-    ZeroGroup,
-)
+from kernels.fields import PlainValue
+from kernels.spec import QUANTIZERS, ExecutionSpec
 
+Values = Mapping[str, PlainValue]
 _NO_OVERRIDES: Mapping[str, object] = MappingProxyType({})
 
-_MINITE: dict[str, object] = {
-    "format": Format.NVFP4,
-    "operand": FloatType.BF16,
-    "block_size": 16,
-    "block_scale_format": BlockScaleFormat.E4M3,
-    "activation_scale_domain": ActivationScaleDomain.TOKEN,
-    "weight_scale_domain": WeightScaleDomain.ROW,
-    "outer_scale": OuterScale.DECODE_AMAX_DIV_2688,
-    "zero_group": ZeroGroup.UNIT_SCALE_BELOW_2POW_MINUS_100,
-    "block_scale": BlockScale.A_DIV_6G,
-    "block_underflow": BlockUnderflow.ZERO_CODES,
-    "element": Element.X_DIV_SG,
-    "negative_zero": NegativeZero.KEEP,
-    "accumulation": Accumulation.FP32_ANY_ORDER,
-    "epilogue": Epilogue.OUTER_PRODUCT_FIRST,
-    "fc1_output": FloatType.BF16,
-    "swiglu": Swiglu.FP32_ROUNDED_SILU,
-    "swiglu_output": FloatType.BF16,
-    "fc2_output": FloatType.BF16,
-    "router_position": RouterPosition.FC2_OUTPUT,
-    "router_product": FloatType.FP32,
-    "combine": Combine.SLOT_ORDER,
-    "combine_sum": FloatType.FP32,
-    "output": FloatType.BF16,
-    "nibble_order": NibbleOrder.EVEN_LOW,
-    "scale_layout": ScaleLayout.LINEAR,
-    "backward": Backward.BF16_STRAIGHT_THROUGH,
+
+@dataclass(frozen=True)
+class Source:
+    """Where a spec comes from: which release, with which settings, computes it, and where that is written."""
+
+    library: str
+    version: str
+    settings: str = ""
+    reference: str = ""
+
+
+@dataclass(frozen=True)
+class Entry:
+    values: Values  # plain form, without `name`
+    source: Source
+
+
+# Quantisers: E2M1 elements, a block scale for 16 of them in E4M3, FP32 outer scales, unless they say otherwise.
+
+_NVFP4: Values = {
+    "element": "e2m1",
+    "block": "1x16",
+    "block_scale_format": "e4m3",
+    "block_scale_max": 448,
+    "outer_scale": "g=A/M,S=1/g",
+    "outer_stored": "g",
+    "zero_group": "A<2^-100:g=1",
+    "block_scale": "a/(E*g)",
+    "block_scale_floor": "none",
+    "zero_block": "computed",
+    "quotient": "x/(s*g)",
+    "underflow_codes": "s=0:codes=0",
+    "selector": "E",
+    "rounding": "nearest_even",
+    "non_finite": "refuse",
+    "negative_zero": "keep",
+    "transform": "none",
+    "code_layout": "even_low",
+    "scale_layout": "linear",
 }
-_BF16 = _MINITE | {
-    "format": Format.BF16,
-    "block_size": 0,
-    "block_scale_format": BlockScaleFormat.NONE,
-    "activation_scale_domain": ActivationScaleDomain.NONE,
-    "weight_scale_domain": WeightScaleDomain.NONE,
-    "outer_scale": OuterScale.NONE,
-    "zero_group": ZeroGroup.NONE,
-    "block_scale": BlockScale.NONE,
-    "block_underflow": BlockUnderflow.NONE,
-    "element": Element.NONE,
-    "negative_zero": NegativeZero.NONE,
-    "epilogue": Epilogue.NONE,
-    "nibble_order": NibbleOrder.NONE,
-    "scale_layout": ScaleLayout.NONE,
+_TE = {
+    **_NVFP4,
+    "outer_scale": "S=M/A,g=1/S",
+    "outer_stored": "A",
+    "zero_group": "A=0:S=1",
+    "block_scale": "a*(S*(1/E))",
+    "quotient": "x*(1/(s*(1/S)))",
+    "underflow_codes": "computed",
+    "non_finite": "saturate",
+    "scale_layout": "swizzled_128x4",
 }
-_FP32 = _BF16 | {
-    "format": Format.FP32,
-    "operand": FloatType.FP32,
-    "accumulation": Accumulation.FP32_GEMM,
-    "fc1_output": FloatType.FP32,
-    "swiglu": Swiglu.FP32_LIBRARY_SILU,
-    "swiglu_output": FloatType.FP32,
-    "fc2_output": FloatType.FP32,
-    "output": FloatType.FP32,
-    "backward": Backward.FP32,
+# The product is an FMA that adds +0 (`fma.rn.f32.bf16`).
+_TE_FAST_MATH = {**_TE, "quotient": "x*bf16(S/s)", "negative_zero": "positive"}
+_FLASHINFER_EXACT = {**_TE, "outer_stored": "g", "zero_group": "A=0:S=max"}
+_FLASHINFER_FAST = {
+    **_FLASHINFER_EXACT,
+    "outer_scale": "g=A*(1/M),S=rcp~(g)",
+    "zero_group": "g=0:S=0",
+    "block_scale": "(a*rcp~(E))*S",
+    "quotient": "x*rcp~(s*rcp~(S))",
+    "underflow_codes": "a=0:factor=0",
+}
+_VLLM_CUDA = {
+    **_FLASHINFER_FAST,
+    "outer_scale": "S=(1/A)*M,g=1/S",
+    "zero_group": "A>=1e-8",
+    "underflow_codes": "s=0:factor=0",
+}
+_VLLM_EMULATION = {
+    **_VLLM_CUDA,
+    "block_scale": "(a*(1/E))*S",
+    "quotient": "x*(S/s)",
+    "negative_zero": "positive",
+    "scale_layout": "linear",
+}
+# Libraries in PyTorch, on a CPU. On a GPU, PyTorch multiplies a tensor with the reciprocal of a number by which it
+# is to be divided: a*(1/E) for a/E, A*(1/M) for A/M.
+_TORCHAO = {
+    **_NVFP4,
+    "zero_group": "computed",
+    "block_scale": "(a/E)/g",
+    "block_scale_floor": "2^-6",
+    "quotient": "x*((1/g)/s)",
+    "underflow_codes": "computed",
+    "non_finite": "propagate",
+}
+_MSLK = {
+    **_NVFP4,
+    "zero_group": "A>=1e-8",
+    "block_scale": "(a/E)*S",
+    "block_scale_floor": "2^-9",
+    "quotient": "x*(S/s)",
+    "underflow_codes": "computed",
+    "non_finite": "saturate",
+    "scale_layout": "swizzled_128x4",
+}
+_MODELOPT = {
+    **_NVFP4,
+    "zero_group": "computed",
+    "block_scale_floor": "2^-9",
+    "zero_block": "a=0:s=1",
+    "underflow_codes": "computed",
+    "non_finite": "propagate",
+    "negative_zero": "positive",
+}
+_COMPRESSED_TENSORS = {
+    **_NVFP4,
+    "outer_scale": "S=(1/A)*M,g=1/S",
+    "outer_stored": "S",
+    "zero_group": "S=inf:S=1",
+    "block_scale": "(a/E)*S",
+    "zero_block": "s=0:s=1/8",
+    "quotient": "x/(s/S)",
+    "underflow_codes": "computed",
+    "non_finite": "propagate",
+    "negative_zero": "positive",
+}
+_FOUR_OVER_SIX = {
+    **_TE,
+    "block_scale_max": 256,
+    "block_scale": "(a/E)*S",
+    "underflow_codes": "s=0:codes=0",
+    "selector": "4over6_mse",
+    "non_finite": "propagate",
+    "negative_zero": "positive",
+    "scale_layout": "linear",
 }
 
-CATALOGUE: Mapping[str, Mapping[str, object]] = MappingProxyType(
+# Quantisers of other formats.
+
+_MXFP4 = {
+    **_NVFP4,
+    "block": "1x32",
+    "block_scale_format": "e8m0",
+    "block_scale_max": 0,
+    "outer_domain": "none",
+    "outer_scale": "none",
+    "outer_stored": "none",
+    "zero_group": "none",
+    "block_scale": "2^(floor(log2(a))-floor(log2(E)))",
+    "quotient": "x/s",
+    "underflow_codes": "computed",
+}
+_MXFP8 = {**_MXFP4, "element": "e4m3", "block_scale": "2^ceil(log2(a/E))", "code_layout": "byte"}
+_MXFP6_E2M3 = {**_MXFP4, "element": "e2m3", "code_layout": "byte"}
+_MXFP6_E3M2 = {**_MXFP4, "element": "e3m2", "code_layout": "byte"}
+_FP8 = {
+    **_NVFP4,
+    "element": "e4m3",
+    "block": "none",
+    "block_scale_format": "none",
+    "block_scale_max": 0,
+    "zero_group": "A=0:g=1",
+    "block_scale": "none",
+    "zero_block": "none",
+    "quotient": "x/g",
+    "underflow_codes": "none",
+    "code_layout": "byte",
+    "scale_layout": "none",
+}
+
+# Layers.
+
+_LAYER: Values = {
+    "operand": "bf16",
+    "accumulation": "fp32_any_order",
+    "epilogue": "acc*(gx*gw)",
+    "fc1_output": "bf16",
+    "swiglu": "fp32(silu(gate))*up",
+    "swiglu_output": "bf16",
+    "fc2_output": "bf16",
+    "router_position": "fc2_output",
+    "router_coefficient": "fp32",
+    "router_product": "fp32",
+    "combine": "slot_order",
+    "combine_sum": "fp32",
+    "output": "bf16",
+    "backward": "bf16_straight_through",
+    "weight_sync": "learner_quantizes",
+}
+_NO_OUTER = {**_LAYER, "epilogue": "none"}
+_FP32 = {
+    **_NO_OUTER,
+    "operand": "fp32",
+    "accumulation": "fp32_gemm",
+    "fc1_output": "fp32",
+    "swiglu": "library_silu(gate)*up",
+    "swiglu_output": "fp32",
+    "fc2_output": "fp32",
+    "output": "fp32",
+    "backward": "fp32",
+}
+# Megatron-core multiplies the activation with the router's probability ahead of FC2.
+_MEGATRON = {**_LAYER, "router_position": "swiglu_output", "router_product": "bf16"}
+# vLLM's CUTLASS experts: BF16 coefficient and product, then torch.sum over the top-k.
+_VLLM_LAYER = {
+    **_LAYER,
+    "router_coefficient": "bf16",
+    "router_product": "bf16",
+    "combine": "any_order",
+}
+# Atomic additions of BF16 terms to a BF16 sum.
+_FLASHINFER_LAYER = {**_LAYER, "router_product": "bf16", "combine": "any_order", "combine_sum": "bf16"}
+_FLASHINFER_DETERMINISTIC = {**_LAYER, "combine": "slot_order_fma"}
+
+
+def _spec(
+    layer: Values,
+    activation: Values | None = None,
+    weight: Values | None = None,
+    gradient: Values | None = None,
+) -> Values:
+    """The plain form of a spec from its parts."""
+    plain: dict[str, PlainValue] = {}
+    for role, quantizer in zip(QUANTIZERS, (activation, weight, gradient), strict=True):
+        if quantizer is None:
+            plain[role] = "none"
+        else:
+            plain |= {f"{role}.{key}": value for key, value in quantizer.items()}
+    return MappingProxyType(plain | dict(layer))
+
+
+def _over(quantizer: Values, domain: str, **changes: PlainValue) -> Values:
+    return {**quantizer, "outer_domain": domain, **changes}
+
+
+def _nvfp4(
+    quantizer: Values, layer: Values, activation: str, weight: str, gradient: Values | None = None
+) -> Values:
+    return _spec(layer, _over(quantizer, activation), _over(quantizer, weight), gradient)
+
+
+_AMAX_ALPHA = {**_MEGATRON, "epilogue": "acc*((Ax*Aw)*(1/(Mx*Mw)))"}
+_TE_GRADIENT = {**_over(_TE, "tensor"), "rounding": "stochastic", "transform": "hadamard_16"}
+_TE_RECIPE = {**_AMAX_ALPHA, "backward": "quantized"}
+_MXFP8_BACKWARD = {**_LAYER, "backward": "quantized"}
+_MINITE = _nvfp4(_NVFP4, _LAYER, "token", "row")
+
+_TE_LIBRARY = ("Transformer Engine", "2.20.2")
+_TE_CODE = "transformer_engine/common/cast/nvfp4/core_nvfp4.cuh"
+_NO_RANDOM = (
+    "NVTE_NVFP4_DISABLE_RHT=1 NVTE_NVFP4_DISABLE_STOCHASTIC_ROUNDING=1 NVTE_NVFP4_DISABLE_2D_QUANTIZATION=1"
+)
+_HIGH_PRECISION = f"{_NO_RANDOM} NVTE_BACKWARD_OVERRIDE=high_precision"
+_FLASHINFER_CODE = "csrc/nv_internal/tensorrt_llm/kernels/quantization_utils.cuh"
+_OCP = "OCP Microscaling Formats (MX) v1.0"
+
+CATALOGUE: Mapping[str, Entry] = MappingProxyType(
     {
-        "minite": _MINITE,  # per-token activation and per-row weight outer scales
-        "minite_expert": _MINITE | {"weight_scale_domain": WeightScaleDomain.EXPERT},
-        "bf16": _BF16,
-        "fp32": _FP32,  # for comparison with other implementations, not for training
+        "minite": Entry(_MINITE, Source("miniTE", "0.1")),
+        "minite_expert": Entry(
+            _nvfp4(_NVFP4, _LAYER, "token", "expert"),
+            Source("miniTE", "0.1", "weight outer scales that stock samplers can take"),
+        ),
+        "minite_mxfp8_backward": Entry(
+            _spec(_MXFP8_BACKWARD, _over(_NVFP4, "token"), _over(_NVFP4, "row"), _MXFP8),
+            Source("miniTE", "0.1", "minite with the gradient's products in MXFP8"),
+        ),
+        "te_per_tensor": Entry(
+            _nvfp4(_TE, _TE_RECIPE, "tensor", "expert", _TE_GRADIENT),
+            Source(*_TE_LIBRARY, "NVTE_NVFP4_DISABLE_2D_QUANTIZATION=1", _TE_CODE),
+        ),
+        "te_per_tensor_2d": Entry(
+            _spec(_TE_RECIPE, _over(_TE, "tensor"), _over(_TE, "expert", block="16x16"), _TE_GRADIENT),
+            Source(*_TE_LIBRARY, "the recipe NVFP4BlockScaling as it is", _TE_CODE),
+        ),
+        "te_exact": Entry(
+            _nvfp4(_TE, _AMAX_ALPHA, "tensor", "expert"), Source(*_TE_LIBRARY, _HIGH_PRECISION, _TE_CODE)
+        ),
+        "te_per_token": Entry(
+            _nvfp4(_TE, {**_MEGATRON, "epilogue": "(acc*(1/(Mx*Mw)))*(Ax*Aw)"}, "token", "expert"),
+            Source(*_TE_LIBRARY, f"{_HIGH_PRECISION} NVTE_NVFP4_ROW_SCALED_ACTIVATION=1", _TE_CODE),
+        ),
+        "te_fast_math": Entry(
+            _nvfp4(_TE_FAST_MATH, _AMAX_ALPHA, "tensor", "expert"),
+            Source(
+                *_TE_LIBRARY,
+                f"{_HIGH_PRECISION} NVTE_USE_FAST_MATH=1",
+                "transformer_engine/common/cast/nvfp4/specialized/quantize_transpose_nvfp4_tuned_1D.cuh",
+            ),
+        ),
+        "flashinfer_exact": Entry(
+            _nvfp4(_FLASHINFER_EXACT, _FLASHINFER_DETERMINISTIC, "token", "expert"),
+            Source(
+                "FlashInfer",
+                "0.7.4",
+                "FLASHINFER_DISABLE_FP4_QUANT_FAST_MATH=1, unfused finalize",
+                _FLASHINFER_CODE,
+            ),
+        ),
+        "flashinfer_fast_0_7_2": Entry(
+            _nvfp4(_FLASHINFER_FAST, _FLASHINFER_LAYER, "token", "expert"),
+            Source("FlashInfer", "up to 0.7.2.post1", "", _FLASHINFER_CODE),
+        ),
+        "flashinfer_fast_0_7_4": Entry(
+            _nvfp4(
+                {**_FLASHINFER_FAST, "underflow_codes": "s=0:factor=0"}, _FLASHINFER_LAYER, "token", "expert"
+            ),
+            Source("FlashInfer", "from 0.7.4", "", _FLASHINFER_CODE),
+        ),
+        "vllm_cuda": Entry(
+            _nvfp4(_VLLM_CUDA, _VLLM_LAYER, "tensor", "expert"),
+            Source(
+                "vLLM",
+                "0.33.0",
+                "CUTLASS FP4 experts",
+                "csrc/libtorch_stable/quantization/fp4/nvfp4_utils.cuh",
+            ),
+        ),
+        "vllm_emulation": Entry(
+            _nvfp4(_VLLM_EMULATION, _VLLM_LAYER, "tensor", "expert"),
+            Source(
+                "vLLM",
+                "0.32.0",
+                "Triton emulation, with correctly rounded division",
+                "vllm/model_executor/layers/quantization/utils/nvfp4_emulation_utils.py",
+            ),
+        ),
+        "torchao": Entry(
+            _nvfp4(_TORCHAO, _LAYER, "tensor", "expert"),
+            Source(
+                "torchao", "0.18.0", "NVFP4Tensor, on a CPU", "torchao/prototype/mx_formats/nvfp4_tensor.py"
+            ),
+        ),
+        "mslk": Entry(
+            _nvfp4(_MSLK, {**_LAYER, "epilogue": "(acc*gx)*gw"}, "token", "expert"),
+            Source("MSLK", "2a3c897 (2026-08-21)", "precise math", "mslk/quantize/triton/fp4_quantize.py"),
+        ),
+        "modelopt": Entry(
+            _nvfp4(_MODELOPT, _LAYER, "tensor", "expert"),
+            Source(
+                "TensorRT Model Optimizer",
+                "0.47.0",
+                "on a CPU",
+                "modelopt/torch/quantization/qtensor/nvfp4_tensor.py",
+            ),
+        ),
+        "compressed_tensors": Entry(
+            _nvfp4(_COMPRESSED_TENSORS, _LAYER, "tensor", "expert"),
+            Source(
+                "compressed-tensors",
+                "0.17.0",
+                "on a CPU, from FP32 minima and maxima",
+                "compressed_tensors/quantization/utils/helpers.py",
+            ),
+        ),
+        "four_over_six": Entry(
+            _nvfp4(_FOUR_OVER_SIX, _LAYER, "tensor", "expert"),
+            Source("fouroversix", "1.0.5", "mse", "fouroversix/quantize/pytorch/reference.py"),
+        ),
+        "four_over_six_mae": Entry(
+            _nvfp4({**_FOUR_OVER_SIX, "selector": "4over6_mae"}, _LAYER, "tensor", "expert"),
+            Source("fouroversix", "1.0.5", "mae", "fouroversix/quantize/pytorch/reference.py"),
+        ),
+        "mxfp4": Entry(_spec(_NO_OUTER, _MXFP4, _MXFP4), Source(_OCP, "floor")),
+        "mxfp8": Entry(_spec(_NO_OUTER, _MXFP8, _MXFP8), Source(_OCP, "scales rounded up")),
+        "mxfp6_e2m3": Entry(_spec(_NO_OUTER, _MXFP6_E2M3, _MXFP6_E2M3), Source(_OCP, "floor")),
+        "mxfp6_e3m2": Entry(_spec(_NO_OUTER, _MXFP6_E3M2, _MXFP6_E3M2), Source(_OCP, "floor")),
+        "fp8_per_token": Entry(
+            _spec(_LAYER, _over(_FP8, "token"), _over(_FP8, "row")), Source("miniTE", "0.1", "E4M3, A/448")
+        ),
+        "bf16": Entry(_spec(_NO_OUTER), Source("miniTE", "0.1")),
+        "fp32": Entry(
+            _spec(_FP32),
+            Source("miniTE", "0.1", "for comparison with other implementations, not for training"),
+        ),
     }
 )
 
 
 def named_spec(name: str, overrides: Mapping[str, object] = _NO_OVERRIDES) -> ExecutionSpec:
-    """The spec called `name`, with the fields in `overrides` (plain values or enum members) replaced.
+    """The spec called `name`, with the fields in `overrides` replaced.
 
-    Raises ValueError for an unknown name, field or value, and for fields that then contradict each other.
+    A field of a quantiser has a dotted name (`weight.outer_domain`) or stands in a nested mapping; a quantiser is
+    left out with the value "none". Raises ValueError for an unknown name, field or value, and for fields that then
+    contradict each other.
     """
     if name not in CATALOGUE:
         raise ValueError(f"no execution spec is called {name!r}; there are: {', '.join(CATALOGUE)}")
-    if "name" in overrides:
+    flat = _flatten(overrides)
+    if "name" in flat:
         raise ValueError("the name of an execution spec follows from its overrides and cannot be overridden")
     label = name
-    if overrides:
-        label += "[" + ",".join(f"{key}={value}" for key, value in sorted(overrides.items())) + "]"
-    return ExecutionSpec.from_dict({**CATALOGUE[name], **overrides, "name": label})
+    if flat:
+        label += "[" + ",".join(f"{key}={value}" for key, value in sorted(flat.items())) + "]"
+    dropped = tuple(f"{role}." for role in QUANTIZERS if flat.get(role) == "none")
+    kept = {key: value for key, value in CATALOGUE[name].values.items() if not key.startswith(dropped)}
+    return ExecutionSpec.from_dict({**kept, **flat, "name": label})
+
+
+def _flatten(overrides: Mapping[str, object]) -> dict[str, object]:
+    """{"weight": {"outer_domain": x}} -> {"weight.outer_domain": x}."""
+    flat: dict[str, object] = {}
+    for key, value in overrides.items():
+        if isinstance(value, Mapping):
+            flat |= {f"{key}.{inner}": leaf for inner, leaf in value.items()}
+        else:
+            flat[key] = value
+    return flat

@@ -7,11 +7,17 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels.quantize import BLOCK, QuantizedTensor, quantize_weight
-from kernels.spec import ExecutionSpec, FloatType, WeightScaleDomain
+from kernels.quantize import QuantizedTensor, logical_scales, quantize_weight, stored_scales
+from kernels.quantizer_spec import Block, CodeLayout, QuantizerSpec, ScaleDomain, ScaleLayout
+from kernels.spec import ExecutionSpec, FloatType
+from kernels.swizzle import swizzled_size
 
 TORCH_TYPE = {FloatType.BF16: torch.bfloat16, FloatType.FP32: torch.float32}
-_PARTS = ("codes", "block_scales", "outer_scales")
+_BLOCK_SHAPE = {
+    Block.ROW_16: (1, 16),
+    Block.ROW_32: (1, 32),
+    Block.TILE_16: (16, 16),
+}  # rows, elements along K
 
 
 def wire_name(layer: int, part: str) -> str:
@@ -23,11 +29,13 @@ def wire_name(layer: int, part: str) -> str:
 class ExpertWeights:
     """E experts: FC1 `w13` [E, 2F, H] (F gate rows, then F up rows) and FC2 `w2` [E, H, F].
 
-    Each is a `QuantizedTensor` under an NVFP4 spec, else a tensor of the spec's operand type.
+    stored: what is kept and sent. For each matrix either `w13.weight`, a tensor of the spec's operand type, or
+    `w13.codes`, `w13.block_scales` (in the spec's order in memory; absent without blocks) and `w13.outer_scales`
+    (absent without outer scales).
     """
 
-    w13: QuantizedTensor | torch.Tensor
-    w2: QuantizedTensor | torch.Tensor
+    stored: Mapping[str, torch.Tensor]
+    spec: ExecutionSpec
 
     @classmethod
     def quantize(cls, w13: torch.Tensor, w2: torch.Tensor, spec: ExecutionSpec) -> ExpertWeights:
@@ -39,10 +47,20 @@ class ExpertWeights:
         if two_ffn % 2 or w2.shape != (experts, hidden, two_ffn // 2):
             found = f"{tuple(w13.shape)} and {tuple(w2.shape)}"
             raise ValueError(f"expert weights must be w13 [E, 2F, H] and w2 [E, H, F], got {found}")
-        if spec.quantized:
-            return cls(quantize_weight(w13, spec), quantize_weight(w2, spec))
-        dtype = TORCH_TYPE[spec.operand]
-        return cls(w13.detach().to(dtype, copy=True), w2.detach().to(dtype, copy=True))
+        stored: dict[str, torch.Tensor] = {}
+        for name, master in (("w13", w13), ("w2", w2)):
+            operand = master.detach().to(TORCH_TYPE[spec.operand], copy=spec.weight is None)
+            if spec.weight is None:
+                stored[f"{name}.weight"] = operand
+                continue
+            quantized = quantize_weight(operand, spec.weight, halves=name == "w13")
+            parts = {
+                "codes": quantized.codes,
+                "block_scales": stored_scales(quantized, spec.weight),
+                "outer_scales": quantized.outer_scales,
+            }
+            stored |= {f"{name}.{part}": tensor for part, tensor in parts.items() if tensor is not None}
+        return cls(stored, spec)
 
     @classmethod
     def empty(
@@ -50,8 +68,8 @@ class ExpertWeights:
     ) -> ExpertWeights:
         """Tensors of the right names, dtypes and shapes, all zero, to be filled."""
         layout = _layout(num_experts, hidden, ffn, spec).items()
-        tensors = {key: torch.zeros(shape, dtype=dtype, device=device) for key, (shape, dtype) in layout}
-        return cls._assemble(tensors, spec)
+        stored = {key: torch.zeros(shape, dtype=dtype, device=device) for key, (shape, dtype) in layout}
+        return cls(stored, spec)
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, torch.Tensor], spec: ExecutionSpec) -> ExpertWeights:
@@ -59,13 +77,11 @@ class ExpertWeights:
 
         Raises ValueError for names, dtypes or shapes that are not those of `spec` or do not fit each other.
         """
-        widest = "w13.codes" if spec.quantized else "w13.weight"
+        widest = "w13.weight" if spec.weight is None else "w13.codes"
         if widest not in tensors or tensors[widest].dim() != 3:
             raise ValueError(f"experts under {spec.name!r} need {widest} [E, 2F, *], got {sorted(tensors)}")
-        experts, two_ffn, hidden = tensors[widest].shape
-        if spec.quantized:
-            hidden *= 2
-        layout = _layout(experts, hidden, two_ffn // 2, spec)
+        experts, two_ffn, width = tensors[widest].shape
+        layout = _layout(experts, width * _codes_per_byte(spec.weight), two_ffn // 2, spec)
         problems = [f"{key} is unknown" for key in sorted(tensors.keys() - layout.keys())]
         for key, (shape, dtype) in layout.items():
             if key not in tensors:
@@ -77,24 +93,35 @@ class ExpertWeights:
             raise ValueError(
                 f"expert weights do not fit execution spec {spec.name!r}: " + "; ".join(problems)
             )
-        return cls._assemble(tensors, spec)
+        return cls({key: tensors[key] for key in layout}, spec)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The stored tensors: `codes`, `block_scales` and `outer_scales`, or `weight`, of `w13` and `w2`."""
-        stored: dict[str, torch.Tensor] = {}
-        for name, matrix in (("w13", self.w13), ("w2", self.w2)):
-            if isinstance(matrix, QuantizedTensor):
-                stored |= {f"{name}.{part}": getattr(matrix, part) for part in _PARTS}
-            else:
-                stored[f"{name}.weight"] = matrix
-        return stored
+        """The stored tensors themselves, in a fixed order."""
+        return dict(self.stored)
 
-    @classmethod
-    def _assemble(cls, tensors: Mapping[str, torch.Tensor], spec: ExecutionSpec) -> ExpertWeights:
-        if not spec.quantized:
-            return cls(tensors["w13.weight"], tensors["w2.weight"])
-        w13, w2 = (QuantizedTensor(*(tensors[f"{name}.{part}"] for part in _PARTS)) for name in ("w13", "w2"))
-        return cls(w13, w2)
+    @property
+    def w13(self) -> QuantizedTensor | torch.Tensor:
+        """FC1, with block scales in the order of the elements: the stored tensors where that is their order."""
+        return self._matrix("w13")
+
+    @property
+    def w2(self) -> QuantizedTensor | torch.Tensor:
+        """FC2, as `w13`."""
+        return self._matrix("w2")
+
+    def _matrix(self, name: str) -> QuantizedTensor | torch.Tensor:
+        quantizer = self.spec.weight
+        if quantizer is None:
+            return self.stored[f"{name}.weight"]
+        codes, scales = self.stored[f"{name}.codes"], self.stored.get(f"{name}.block_scales")
+        if scales is not None:
+            rows, width = codes.shape[1], codes.shape[2] * _codes_per_byte(quantizer)
+            scales = logical_scales(scales, quantizer, rows, width)
+        return QuantizedTensor(codes, scales, self.stored.get(f"{name}.outer_scales"))
+
+
+def _codes_per_byte(quantizer: QuantizerSpec | None) -> int:
+    return 2 if quantizer is not None and quantizer.code_layout is CodeLayout.EVEN_LOW else 1
 
 
 def _layout(
@@ -103,13 +130,24 @@ def _layout(
     """Shape and dtype of every stored tensor."""
     layout: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
     for name, rows, width in (("w13", 2 * ffn, hidden), ("w2", hidden, ffn)):
-        if not spec.quantized:
+        if width == 0 or width % spec.width_multiple:
+            expected = f"rows of a positive multiple of {spec.width_multiple} elements"
+            raise ValueError(f"{name} under {spec.name!r} must have {expected}, got {width}")
+        if spec.weight is None:
             layout[f"{name}.weight"] = ((experts, rows, width), TORCH_TYPE[spec.operand])
             continue
-        if width == 0 or width % BLOCK:
-            raise ValueError(f"{name} must have rows of a positive multiple of {BLOCK} elements, got {width}")
-        outer = rows if spec.weight_scale_domain is WeightScaleDomain.ROW else 1
-        layout[f"{name}.codes"] = ((experts, rows, width // 2), torch.uint8)
-        layout[f"{name}.block_scales"] = ((experts, rows, width // BLOCK), torch.uint8)
-        layout[f"{name}.outer_scales"] = ((experts, outer), torch.float32)
+        layout[f"{name}.codes"] = ((experts, rows, width // _codes_per_byte(spec.weight)), torch.uint8)
+        if spec.weight.block is not Block.NONE:
+            layout[f"{name}.block_scales"] = (_scales_shape(experts, rows, width, spec.weight), torch.uint8)
+        if spec.weight.outer_domain is not ScaleDomain.NONE:
+            halves = 2 if name == "w13" else 1
+            outer = {ScaleDomain.ROW: rows, ScaleDomain.EXPERT: 1, ScaleDomain.EXPERT_HALF: halves}
+            layout[f"{name}.outer_scales"] = ((experts, outer[spec.weight.outer_domain]), torch.float32)
     return layout
+
+
+def _scales_shape(experts: int, rows: int, width: int, quantizer: QuantizerSpec) -> tuple[int, ...]:
+    block_rows, block_width = _BLOCK_SHAPE[quantizer.block]
+    if quantizer.scale_layout is ScaleLayout.SWIZZLED_128X4:
+        return (experts, swizzled_size(rows, width // block_width))  # a scale for every row
+    return (experts, -(-rows // block_rows), width // block_width)

@@ -1,4 +1,4 @@
-"""Token slots grouped by the expert that computes them.
+"""Token slots: their order, and their grouping by the expert that computes them.
 
 A slot is a (token, position in its top-k list) pair; slot number t*k + j is position j of token t.
 """
@@ -10,15 +10,29 @@ from dataclasses import dataclass
 import torch
 
 
+def sort_slots(ids: torch.Tensor, coefficients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each token's slots by descending coefficient, ties to the lower expert id.
+
+    ids: integer [T, k]; coefficients: float [T, k]. Returns both in that order; coefficients stay differentiable.
+    Specs that sum "in slot order" mean this one: `torch.topk` leaves the order of equal values open.
+    """
+    by_id = ids.argsort(dim=-1)
+    by_coefficient = coefficients.detach().gather(1, by_id).argsort(dim=-1, descending=True, stable=True)
+    order = by_id.gather(1, by_coefficient)
+    return ids.gather(1, order), coefficients.gather(1, order)
+
+
 @dataclass(frozen=True, eq=False)
 class Routing:
     """The permutation that groups slots by expert.
 
     order: int64 [T*k], the slot number of each grouped row; within an expert, in ascending order
+    experts: int64 [T*k], the expert of each grouped row
     offsets: E + 1 row numbers; expert e owns the grouped rows offsets[e] to offsets[e + 1]
     """
 
     order: torch.Tensor
+    experts: torch.Tensor
     offsets: tuple[int, ...]
     top_k: int
 
@@ -31,7 +45,8 @@ class Routing:
             raise ValueError(f"expert ids must be in [0, {num_experts}), got values in {found}")
         counts = torch.bincount(flat, minlength=num_experts)
         offsets = [0, *counts.cumsum(0).tolist()]
-        return cls(torch.argsort(flat, stable=True), tuple(offsets), topk_ids.shape[1])
+        experts, order = torch.sort(flat, stable=True)
+        return cls(order, experts, tuple(offsets), topk_ids.shape[1])
 
     @property
     def tokens(self) -> torch.Tensor:
@@ -49,14 +64,6 @@ class Routing:
         slots[self.order] = grouped
         return slots.view(-1, self.top_k, grouped.shape[-1])
 
-
-def sum_in_slot_order(slots: torch.Tensor, coefficients: torch.Tensor | None = None) -> torch.Tensor:
-    """[T, k, N] with float32 [T, k] -> float32 [T, N]: (c0*y0 + c1*y1) + ..., each step rounded to FP32."""
-    total: torch.Tensor | None = None
-    for position in range(slots.shape[1]):
-        term = slots[:, position].float()
-        if coefficients is not None:
-            term = coefficients[:, position, None] * term
-        total = term if total is None else total + term
-    assert total is not None
-    return total
+    def expert_order(self) -> torch.Tensor:
+        """int64 [T, k]: each token's positions in ascending order of their experts."""
+        return self.by_token(self.experts[:, None]).squeeze(-1).argsort(dim=-1, stable=True)

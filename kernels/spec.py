@@ -3,30 +3,33 @@
 "NVFP4" names a storage format. It leaves open over what a scale is taken, which quantity is stored, in which
 order it is multiplied and divided, where casts and the router coefficient enter, and in which order experts
 are summed. `ExecutionSpec` has one field per such degree of freedom, so that two engines can be compared by
-value.
+value: quantisers of activations, weights and gradients (`kernels.quantizer_spec`) and the composition of the
+layer.
 
-Every value of every enum below runs in `kernels.reference`; a value that cannot run does not exist. To add
-one, add the member, its branch in the reference, and its rule in `_contradictions`.
+Every value of every enum runs in `kernels.reference`; a value that cannot run does not exist. To add one, add
+the member, its branch in the reference, and its rule in `contradictions`.
 
-Notation: x an element widened to FP32, a the largest |x| of its block, A the largest |x| of its outer group,
-g the outer decode scale, s the block scale after rounding to E4M3, p the router coefficient.
+Notation: gx, gw outer decode scales of activation and weight; Ax, Aw largest magnitudes of their outer groups;
+Mx, Mw as M in `kernels.quantizer_spec`; acc the sum of products along K; p the router coefficient.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
-from typing import Any, NamedTuple, get_type_hints
+from typing import Any, NamedTuple
 
-
-class Format(StrEnum):
-    """Element format of both operands of the two expert products."""
-
-    NVFP4 = "nvfp4"  # E2M1 elements, one E4M3 scale per block, FP32 outer scales
-    BF16 = "bf16"
-    FP32 = "fp32"
+from kernels.fields import PlainValue, degree, parse
+from kernels.quantizer_spec import (
+    ACTIVATION_DOMAINS,
+    WEIGHT_DOMAINS,
+    OuterStored,
+    QuantizerSpec,
+    Rounding,
+    ScaleDomain,
+)
 
 
 class FloatType(StrEnum):
@@ -34,61 +37,23 @@ class FloatType(StrEnum):
     FP32 = "fp32"
 
 
-class BlockScaleFormat(StrEnum):
-    NONE = "none"
-    E4M3 = "e4m3"
-
-
-class ActivationScaleDomain(StrEnum):
-    NONE = "none"
-    TOKEN = "token"  # one per row of the operand
-    TENSOR = "tensor"  # one for all rows routed to an expert
-
-
-class WeightScaleDomain(StrEnum):
-    NONE = "none"
-    ROW = "row"  # one per output feature
-    EXPERT = "expert"  # one per expert and matrix; the gate and up halves share it
-
-
-class OuterScale(StrEnum):
-    NONE = "none"
-    DECODE_AMAX_DIV_2688 = "decode=A/2688"
-
-
-class ZeroGroup(StrEnum):
-    NONE = "none"
-    UNIT_SCALE_BELOW_2POW_MINUS_100 = "A<2^-100:g=1"
-
-
-class BlockScale(StrEnum):
-    NONE = "none"
-    A_DIV_6G = "e4m3(a/(6*g))"
-
-
-class BlockUnderflow(StrEnum):
-    NONE = "none"
-    ZERO_CODES = "byte=0:codes=0"
-
-
-class Element(StrEnum):
-    NONE = "none"
-    X_DIV_SG = "e2m1(x/(s*g))"
-
-
-class NegativeZero(StrEnum):
-    NONE = "none"
-    KEEP = "keep"
-
-
 class Accumulation(StrEnum):
-    FP32_ANY_ORDER = "fp32_any_order"  # exact products, summed in FP32 or wider, in any order
-    FP32_GEMM = "fp32_gemm"  # the library's FP32 matrix product
+    """The sum of products along K. Products are exact; the sum is rounded to FP32 as follows."""
+
+    ANY_ORDER = "fp32_any_order"  # in FP32 or wider, in any order
+    BLOCKS_IN_ORDER = "fp32_blocks_in_order"  # each 16 elements exactly, then ((b0 + b1) + b2) + ...
+    TREE = "fp32_tree"  # each 16 elements exactly, then pairwise: (b0 + b1) + (b2 + b3), ...
+    GEMM = "fp32_gemm"  # the library's FP32 matrix product
 
 
 class Epilogue(StrEnum):
+    """Association of the outer scales with the accumulator, each product rounded to FP32."""
+
     NONE = "none"
     OUTER_PRODUCT_FIRST = "acc*(gx*gw)"
+    ACTIVATION_FIRST = "(acc*gx)*gw"
+    AMAX_ALPHA = "acc*((Ax*Aw)*(1/(Mx*Mw)))"  # one factor, as a GEMM takes it
+    AMAX_AFTER = "(acc*(1/(Mx*Mw)))*(Ax*Aw)"  # FP32 GEMM output, multiplied afterwards
 
 
 class Swiglu(StrEnum):
@@ -97,114 +62,86 @@ class Swiglu(StrEnum):
 
 
 class RouterPosition(StrEnum):
+    """What the router coefficient multiplies."""
+
     FC2_OUTPUT = "fc2_output"
+    SWIGLU_BEFORE_CAST = "swiglu_before_cast"  # in FP32, ahead of the cast to the SwiGLU output's type
+    SWIGLU_OUTPUT = "swiglu_output"  # the cast value; the product is cast again
 
 
 class Combine(StrEnum):
+    """How a token's expert outputs, already multiplied by p, are summed."""
+
     SLOT_ORDER = "slot_order"  # ((p0*y0 + p1*y1) + p2*y2) + ..., each product and sum rounded, no FMA
-
-
-class NibbleOrder(StrEnum):
-    NONE = "none"
-    EVEN_LOW = "even_low"
-
-
-class ScaleLayout(StrEnum):
-    NONE = "none"
-    LINEAR = "linear"  # [rows, K/16]
+    SLOT_ORDER_FMA = "slot_order_fma"  # fma(p2, y2, fma(p1, y1, p0*y0))
+    EXPERT_ORDER = "expert_order"  # as slot_order, in ascending order of expert ids
+    ANY_ORDER = "any_order"  # atomics; the reference takes slot order
 
 
 class Backward(StrEnum):
-    BF16_STRAIGHT_THROUGH = "bf16_straight_through"
+    """Operands of the gradient's products; quantisation counts as the identity."""
+
+    BF16_STRAIGHT_THROUGH = "bf16_straight_through"  # BF16 operands from before quantisation
+    DEQUANTIZED = "dequantized"  # the values that the forward multiplied, decoded to BF16
+    QUANTIZED = "quantized"  # gradient, activations and weights through the gradient's quantiser
     FP32 = "fp32"
 
 
-def _degree(meaning: str, quantized_only: bool = False) -> dict[str, str | bool]:
-    return {"meaning": meaning, "quantized_only": quantized_only}
+class WeightSync(StrEnum):
+    LEARNER_QUANTIZES = "learner_quantizes"  # packed codes and scales travel, and are used as they are
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExecutionSpec:
     """How an expert layer is computed, one field per degree of freedom.
 
-    `name` is a label: it takes no part in equality, hash, fingerprint or diff. Fields that describe
-    quantisation are "none" (block_size: 0) unless `format` is nvfp4.
+    `name` is a label: it takes no part in equality, hash, fingerprint or diff. A quantiser that is None leaves
+    its operand in `operand`. In plain form the fields of a quantiser are `activation.element` and so on, or
+    `activation` with the value "none".
 
     Raises TypeError for a value of the wrong type, ValueError for fields that contradict each other.
     """
 
     name: str = field(compare=False)
-    format: Format = field(metadata=_degree("element format of both operands of FC1 and FC2"))
-    operand: FloatType = field(metadata=_degree("type to which expert input and weights are cast first"))
-    block_size: int = field(
-        metadata=_degree("elements along K that share a block scale", quantized_only=True)
-    )
-    block_scale_format: BlockScaleFormat = field(
-        metadata=_degree("format of block scales", quantized_only=True)
-    )
-    activation_scale_domain: ActivationScaleDomain = field(
-        metadata=_degree("elements that share an activation's outer scale", quantized_only=True)
-    )
-    weight_scale_domain: WeightScaleDomain = field(
-        metadata=_degree("elements that share a weight's outer scale", quantized_only=True)
-    )
-    outer_scale: OuterScale = field(
-        metadata=_degree(
-            "stored outer quantity: the decode scale g, by one FP32 division", quantized_only=True
-        )
-    )
-    zero_group: ZeroGroup = field(
-        metadata=_degree("outer groups that are zero, and their scale", quantized_only=True)
-    )
-    block_scale: BlockScale = field(
-        metadata=_degree(
-            "block scale: one FP32 product, one FP32 division, E4M3 nearest-even saturating",
-            quantized_only=True,
-        )
-    )
-    block_underflow: BlockUnderflow = field(
-        metadata=_degree("codes of a block whose scale is zero", quantized_only=True)
-    )
-    element: Element = field(
-        metadata=_degree(
-            "element: one FP32 product, one FP32 division, E2M1 nearest-even saturating", quantized_only=True
-        )
-    )
-    negative_zero: NegativeZero = field(
-        metadata=_degree("sign of an element that is, or rounds to, minus zero", quantized_only=True)
-    )
-    accumulation: Accumulation = field(metadata=_degree("sum of products along K"))
-    epilogue: Epilogue = field(
-        metadata=_degree("association of the outer scales with the accumulator, in FP32", quantized_only=True)
-    )
-    fc1_output: FloatType = field(metadata=_degree("type of the FC1 output, cast once from FP32"))
-    swiglu: Swiglu = field(
-        metadata=_degree("arithmetic of silu(gate)*up; gate is the first half of FC1's output")
-    )
-    swiglu_output: FloatType = field(
-        metadata=_degree("type of the SwiGLU output, before it is quantised for FC2")
-    )
-    fc2_output: FloatType = field(metadata=_degree("type of an FC2 output row, cast once from FP32"))
-    router_position: RouterPosition = field(metadata=_degree("what the router coefficient multiplies"))
-    router_product: FloatType = field(metadata=_degree("type of the router coefficient and of its product"))
-    combine: Combine = field(metadata=_degree("order in which a token's expert outputs are summed"))
-    combine_sum: FloatType = field(metadata=_degree("type of that sum"))
-    output: FloatType = field(metadata=_degree("type of the layer's output, cast once from the sum"))
-    nibble_order: NibbleOrder = field(
-        metadata=_degree("position of the even element in its byte", quantized_only=True)
-    )
-    scale_layout: ScaleLayout = field(
-        metadata=_degree("order of block scales in memory", quantized_only=True)
-    )
-    backward: Backward = field(metadata=_degree("operands and precision of the gradient"))
+    activation: QuantizerSpec | None = degree("quantiser of the inputs of FC1 and FC2, along K")
+    weight: QuantizerSpec | None = degree("quantiser of both weights, along K")
+    gradient: QuantizerSpec | None = degree("quantiser of the operands of the gradient's products")
+    operand: FloatType = degree("type to which expert input and weights are cast first")
+    accumulation: Accumulation = degree("sum of products along K")
+    epilogue: Epilogue = degree("association of the outer scales with the accumulator")
+    fc1_output: FloatType = degree("type of the FC1 output, cast once from FP32")
+    swiglu: Swiglu = degree("arithmetic of silu(gate)*up; gate is the first half of FC1's output")
+    swiglu_output: FloatType = degree("type of the SwiGLU output, before it is quantised for FC2")
+    fc2_output: FloatType = degree("type of an FC2 output row, cast once from FP32")
+    router_position: RouterPosition = degree("what the router coefficient multiplies")
+    router_coefficient: FloatType = degree("type to which the router coefficient is cast first")
+    router_product: FloatType = degree("type to which its product is rounded")
+    combine: Combine = degree("order in which a token's expert outputs are summed")
+    combine_sum: FloatType = degree("type of that sum, rounded at every addition")
+    output: FloatType = degree("type of the layer's output, cast once from the sum")
+    backward: Backward = degree("operands and precision of the gradient")
+    weight_sync: WeightSync = degree("who quantises the weights that the sampler uses")
 
     def __post_init__(self) -> None:
-        for key, kind in _types().items():
+        for key, kind in _LAYER_TYPES.items():
             if type(getattr(self, key)) is not kind:
                 raise TypeError(f"ExecutionSpec.{key} must be {kind.__name__}, got {getattr(self, key)!r}")
-        problems = list(_contradictions(self))
+        for role in QUANTIZERS:
+            if not isinstance(getattr(self, role), QuantizerSpec | None):
+                raise TypeError(f"ExecutionSpec.{role} must be a QuantizerSpec or None")
+        problems = _contradictions(self)
         if problems:
             raise ValueError(f"impossible execution spec {self.name!r}: " + "; ".join(problems))
+
+    @property
+    def quantized(self) -> bool:
+        """Whether the weights are quantised."""
+        return self.weight is not None
+
+    @property
+    def width_multiple(self) -> int:
+        """The widths of FC1's and FC2's inputs must be multiples of this."""
+        return max((q.width_multiple for q in (self.activation, self.weight) if q is not None), default=1)
 
     def canonical(self) -> str:
         """One `field=value` line per degree of freedom, in the order of declaration, after a schema line."""
@@ -216,95 +153,166 @@ class ExecutionSpec:
         """The first 16 hexadecimal digits of SHA-256 of `canonical()`."""
         return hashlib.sha256(self.canonical().encode()).hexdigest()[:16]
 
-    def to_dict(self) -> dict[str, str | int | bool]:
-        """Plain values, `name` included; `from_dict` is the inverse."""
-        values = {key: getattr(self, key) for key in _types()}
-        return {key: str(value) if isinstance(value, str) else value for key, value in values.items()}
+    def to_dict(self) -> dict[str, PlainValue]:
+        """Plain values under dotted names, `name` included; `from_dict` is the inverse."""
+        plain: dict[str, PlainValue] = {}
+        for entry in fields(self):
+            value = getattr(self, entry.name)
+            if isinstance(value, QuantizerSpec):
+                plain |= {f"{entry.name}.{key}": inner for key, inner in value.to_dict().items()}
+            else:
+                plain[entry.name] = "none" if value is None else str(value)
+        return plain
 
     @classmethod
     def from_dict(cls, values: Mapping[str, object]) -> ExecutionSpec:
         """Raises ValueError for an unknown or missing field and for a value that its field does not have."""
-        types = _types()
-        unknown, missing = sorted(values.keys() - types.keys()), sorted(types.keys() - values.keys())
+        layer: dict[str, Any] = {}
+        rest = dict(values)
+        for role in QUANTIZERS:
+            inner = {
+                key.removeprefix(f"{role}."): rest.pop(key) for key in values if key.startswith(f"{role}.")
+            }
+            absent = rest.pop(role, None) == "none"
+            if absent is bool(inner):
+                raise ValueError(f"execution spec: give either {role}=none or all fields {role}.*")
+            try:
+                layer[role] = QuantizerSpec.from_dict(inner) if inner else None
+            except ValueError as error:
+                raise ValueError(f"execution spec: {role}: {error}") from error
+        known = {"name": str} | _LAYER_TYPES
+        unknown, missing = sorted(rest.keys() - known.keys()), sorted(known.keys() - rest.keys())
         if unknown or missing:
             raise ValueError(f"execution spec: unknown fields {unknown}, missing fields {missing}")
-        return cls(**{key: _parse(key, kind, values[key]) for key, kind in types.items()})
-
-    @property
-    def quantized(self) -> bool:
-        return self.format is Format.NVFP4
-
-
-_SCHEMA = "minite-execution-spec/1"
+        try:
+            layer |= {key: parse(key, kind, rest[key]) for key, kind in known.items()}
+        except ValueError as error:
+            raise ValueError(f"execution spec: {error}") from error
+        return cls(**layer)
 
 
-def _types() -> dict[str, type]:
-    return get_type_hints(ExecutionSpec)
+QUANTIZERS = ("activation", "weight", "gradient")
+_SCHEMA = "minite-execution-spec/2"
+_LAYER_TYPES: dict[str, type] = {
+    "operand": FloatType,
+    "accumulation": Accumulation,
+    "epilogue": Epilogue,
+    "fc1_output": FloatType,
+    "swiglu": Swiglu,
+    "swiglu_output": FloatType,
+    "fc2_output": FloatType,
+    "router_position": RouterPosition,
+    "router_coefficient": FloatType,
+    "router_product": FloatType,
+    "combine": Combine,
+    "combine_sum": FloatType,
+    "output": FloatType,
+    "backward": Backward,
+    "weight_sync": WeightSync,
+}
 
 
-def _parse(key: str, kind: type, value: object) -> Any:
-    if issubclass(kind, StrEnum):
-        if value not in list(kind):
-            raise ValueError(f"execution spec: {key}={value!r} is not one of: {', '.join(kind)}")
-        return kind(str(value))
-    if type(value) is not kind:
-        raise ValueError(f"execution spec: {key}={value!r} is not of type {kind.__name__}")
-    return value
+def _contradictions(spec: ExecutionSpec) -> list[str]:
+    problems = []
 
+    def require(condition: bool, sentence: str) -> None:
+        if not condition:
+            problems.append(sentence)
 
-def _contradictions(spec: ExecutionSpec) -> Iterator[str]:
-    """What `spec` asks for and `kernels.reference` cannot compute."""
-    for entry in _degrees():
-        value = getattr(spec, entry.name)
-        absent = value in ("none", 0)
-        if entry.metadata["quantized_only"] and absent is spec.quantized:
-            rule = (
-                "needs a value" if spec.quantized else f"must be {'0' if value.__class__ is int else 'none'}"
+    activation, weight, gradient = spec.activation, spec.weight, spec.gradient
+    for role, quantizer, domains in (
+        ("activation", activation, ACTIVATION_DOMAINS),
+        ("weight", weight, WEIGHT_DOMAINS),
+        ("gradient", gradient, ACTIVATION_DOMAINS),
+    ):
+        if quantizer is not None:
+            found = quantizer.outer_domain
+            require(found in domains, f"{role}.outer_domain={found} is not one of: {', '.join(domains)}")
+    require(weight is not None or activation is None, "activation is quantised and weight is not")
+    for role, quantizer in (("activation", activation), ("weight", weight)):
+        if quantizer is not None:
+            require(
+                quantizer.rounding is Rounding.NEAREST_EVEN,
+                f"{role}.rounding={quantizer.rounding}: the forward must be a function of its operands",
             )
-            yield f"{entry.name}={value} {rule} with format={spec.format}"
-    if spec.quantized and spec.block_size not in (0, 16):
-        yield f"block_size={spec.block_size} must be 16"
+    if activation is not None and weight is not None:
+        require(activation.transform is weight.transform, "activation.transform and weight.transform differ")
+    else:
+        require(weight is None or weight.transform == "none", "weight.transform without activation")
 
-    full = spec.format is Format.FP32
-    storage = FloatType.FP32 if full else FloatType.BF16
-    required = {
-        "operand": storage,
-        "accumulation": Accumulation.FP32_GEMM if full else Accumulation.FP32_ANY_ORDER,
-        "fc1_output": storage,
-        "swiglu": Swiglu.FP32_LIBRARY_SILU if full else Swiglu.FP32_ROUNDED_SILU,
-        "swiglu_output": storage,
-        "fc2_output": storage,
-        "router_product": FloatType.FP32,
-        "combine_sum": FloatType.FP32,
-        "output": storage,
-        "backward": Backward.FP32 if full else Backward.BF16_STRAIGHT_THROUGH,
-    }
-    for key, value in required.items():
-        if getattr(spec, key) is not value:
-            yield f"{key}={getattr(spec, key)} must be {value} with format={spec.format}"
+    scaled = any(q is not None and q.outer_domain is not ScaleDomain.NONE for q in (activation, weight))
+    require(
+        (spec.epilogue is not Epilogue.NONE) is scaled,
+        f"epilogue={spec.epilogue} with outer scales {'present' if scaled else 'absent'}",
+    )
+    if spec.epilogue in (Epilogue.AMAX_ALPHA, Epilogue.AMAX_AFTER):
+        amax = all(q is not None and q.outer_stored is OuterStored.AMAX for q in (activation, weight))
+        require(amax, f"epilogue={spec.epilogue} needs outer_stored=A of activation and weight")
+
+    quantized = spec.backward is Backward.QUANTIZED
+    require(
+        quantized is (gradient is not None),
+        f"backward={spec.backward} with gradient {'none' if gradient is None else 'quantised'}",
+    )
+    require(
+        spec.backward is not Backward.DEQUANTIZED or spec.quantized, "backward=dequantized with weight=none"
+    )
+
+    full = spec.operand is FloatType.FP32
+    require(full is (spec.backward is Backward.FP32), f"backward={spec.backward} with operand={spec.operand}")
+    before_fc2 = spec.router_position is not RouterPosition.FC2_OUTPUT
+    require(
+        not before_fc2 or spec.combine is not Combine.SLOT_ORDER_FMA,
+        f"combine={spec.combine} with router_position={spec.router_position}",
+    )
+    if spec.combine is Combine.SLOT_ORDER_FMA:
+        wide = spec.router_product is FloatType.FP32 and spec.combine_sum is FloatType.FP32
+        require(wide, "combine=slot_order_fma rounds neither product nor sum to bf16")
+    return problems
 
 
-def _degrees() -> list[Any]:
-    return [entry for entry in fields(ExecutionSpec) if entry.name != "name"]
+def meanings() -> dict[str, str]:
+    """What each field of the plain form decides, by its name."""
+    layer = {entry.name: entry.metadata["meaning"] for entry in fields(ExecutionSpec) if entry.name != "name"}
+    inner = {f"{role}.{name}": meaning for role in QUANTIZERS for name, meaning in QuantizerSpec.degrees()}
+    return layer | inner
 
 
 class FieldDifference(NamedTuple):
     """A degree of freedom in which two specs differ."""
 
     field: str
-    left: str | int | bool
-    right: str | int | bool
+    left: PlainValue
+    right: PlainValue
     meaning: str
 
 
 def spec_diff(left: ExecutionSpec, right: ExecutionSpec) -> tuple[FieldDifference, ...]:
-    """The degrees of freedom that differ, in order of declaration; empty when the specs are equal."""
-    a, b = left.to_dict(), right.to_dict()
-    return tuple(
-        FieldDifference(entry.name, a[entry.name], b[entry.name], entry.metadata["meaning"])
-        for entry in _degrees()
-        if a[entry.name] != b[entry.name]
-    )
+    """The degrees of freedom that differ, in order of declaration; empty when the specs are equal.
+
+    A quantiser that only one of them has is one difference, `activation: none`, against its format.
+    """
+    differences = []
+    for entry in fields(ExecutionSpec):
+        if entry.name == "name":
+            continue
+        a, b = getattr(left, entry.name), getattr(right, entry.name)
+        if isinstance(a, QuantizerSpec) and isinstance(b, QuantizerSpec):
+            for inner in QuantizerSpec.degrees():
+                pair = getattr(a, inner.name), getattr(b, inner.name)
+                if pair[0] != pair[1]:
+                    name = f"{entry.name}.{inner.name}"
+                    differences.append(FieldDifference(name, _plain(pair[0]), _plain(pair[1]), inner.meaning))
+        elif a != b:
+            meaning = entry.metadata["meaning"]
+            differences.append(FieldDifference(entry.name, _plain(a), _plain(b), meaning))
+    return tuple(differences)
+
+
+def _plain(value: object) -> PlainValue:
+    if isinstance(value, QuantizerSpec):
+        return f"{value.element}/{value.block}"
+    return value if type(value) is int else "none" if value is None else str(value)
 
 
 def format_diff(

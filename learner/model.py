@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 
 from kernels.precision_map import PrecisionMap
-from kernels.spec import ExecutionSpec
 from learner.families.architecture import Architecture
 from learner.megatron_api import (
     GPTModel,
@@ -28,7 +27,7 @@ class PolicyModel(GPTModel):
     """A GPTModel that stops before the output layer."""
 
     def __init__(self, architecture: Architecture, precision_map: PrecisionMap, dtype: torch.dtype) -> None:
-        layers = [_layer_spec(architecture, precision_map.spec_for(i)) for i in range(architecture.layers)]
+        layers = [_layer_spec(architecture, precision_map, i) for i in range(architecture.layers)]
         with _without_mlp_warning():
             super().__init__(
                 _transformer_config(architecture, dtype),
@@ -107,7 +106,7 @@ def _transformer_config(architecture: Architecture, dtype: torch.dtype) -> Trans
     )
 
 
-def _layer_spec(architecture: Architecture, execution_spec: ExecutionSpec) -> ModuleSpec:
+def _layer_spec(architecture: Architecture, precision_map: PrecisionMap, layer: int) -> ModuleSpec:
     spec = get_gpt_layer_local_spec(
         num_experts=architecture.experts, qk_layernorm=architecture.qk_norm, normalization="RMSNorm"
     )
@@ -117,7 +116,8 @@ def _layer_spec(architecture: Architecture, execution_spec: ExecutionSpec) -> Mo
     attention.core_attention = CausalAttention
     if architecture.qk_norm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
-    experts = ModuleSpec(module=Experts, params={"execution_spec": execution_spec})
+    own = {"execution_spec": precision_map.spec_for(layer), "layer": layer}
+    experts = ModuleSpec(module=Experts, params=own)
     parts.mlp = ModuleSpec(module=SpecifiedMoELayer, submodules=MoESubmodules(experts=experts, router=Router))
     return spec
 

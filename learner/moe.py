@@ -14,7 +14,10 @@ from torch import nn
 
 from kernels.autograd import expert_layer
 from kernels.experts import ExpertWeights
+from kernels.guard import NonFiniteGuard
+from kernels.quantizer_spec import Rounding
 from kernels.reference import PreparedExperts, prepare
+from kernels.routing import sort_slots
 from kernels.spec import ExecutionSpec
 from learner.megatron_api import (
     MegatronModule,
@@ -30,14 +33,13 @@ from learner.megatron_api import (
 def top_k_slots(
     probs: torch.Tensor, routing_map: torch.Tensor, top_k: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The chosen experts of each token by descending coefficient, ties to the lower expert id.
+    """The chosen experts of each token, in the order of `kernels.routing.sort_slots`.
 
     probs: float32 [T, E]; routing_map: bool [T, E] with `top_k` True in each row. Returns ids int64 [T, k]
     and coefficients float32 [T, k], differentiable in `probs`.
     """
-    chosen = probs.detach().masked_fill(~routing_map, -1.0)
-    ids = torch.sort(chosen, dim=-1, descending=True, stable=True).indices[:, :top_k]
-    return ids, probs.gather(1, ids)
+    ids = routing_map.byte().argsort(dim=-1, descending=True, stable=True)[:, :top_k]
+    return sort_slots(ids, probs.gather(1, ids))
 
 
 class InPlaceDispatcher(MoETokenDispatcher):
@@ -89,23 +91,34 @@ class Experts(MegatronModule):
     """All experts of one layer: the master weights, and their quantised form once for each version of them.
 
     weight1: [E, 2F, H], gate rows then up rows; weight2: [E, H, F]; in the model's parameter type.
+    guard: to be checked before anything that `forward` or its gradient computed is used.
     """
 
     def __init__(
-        self, num_local_experts: int, config: TransformerConfig, *, execution_spec: ExecutionSpec, **_: Any
+        self,
+        num_local_experts: int,
+        config: TransformerConfig,
+        *,
+        execution_spec: ExecutionSpec,
+        layer: int,
+        **_: Any,
     ) -> None:
         super().__init__(config=config)
         hidden, ffn, dtype = config.hidden_size, config.moe_ffn_hidden_size, config.params_dtype
         self.execution_spec = execution_spec
         self.weight1 = nn.Parameter(torch.empty(num_local_experts, 2 * ffn, hidden, dtype=dtype))
         self.weight2 = nn.Parameter(torch.empty(num_local_experts, hidden, ffn, dtype=dtype))
+        self.guard = NonFiniteGuard(layer, num_local_experts)
         self.calls = 0  # of forward
         self._snapshot: tuple[tuple[int, ...], ExpertWeights, PreparedExperts] | None = None
 
     def forward(
         self, hidden_states: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor
     ) -> tuple[torch.Tensor, None]:
-        """[T, H], int64 [T, k], float32 [T, k] -> [T, H] of the same type, and no bias."""
+        """[T, H], int64 [T, k], float32 [T, k] -> [T, H] of the same type, and no bias.
+
+        Stochastic rounding in backward is seeded from torch's global generator, whose state a checkpoint holds.
+        """
         self.calls += 1
         prepared = self._current()[1]
         output = expert_layer(
@@ -116,6 +129,8 @@ class Experts(MegatronModule):
             self.weight2,
             prepared,
             self.execution_spec,
+            guard=self.guard,
+            seed=self._seed(),
         )
         return output, None
 
@@ -126,6 +141,12 @@ class Experts(MegatronModule):
         if spec == self.execution_spec:
             return self._current()[0]
         return ExpertWeights.quantize(self.weight1, self.weight2, spec)
+
+    def _seed(self) -> int | None:
+        gradient = self.execution_spec.gradient
+        if gradient is None or gradient.rounding is not Rounding.STOCHASTIC or not torch.is_grad_enabled():
+            return None
+        return int(torch.randint(2**62, ()))
 
     def _current(self) -> tuple[ExpertWeights, PreparedExperts]:
         # Every in-place write raises a tensor's version, and moving a parameter changes its address. Writes

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 
 from kernels.experts import wire_name
+from kernels.guard import check_guards
 from kernels.precision_map import PrecisionMap
-from kernels.quantize import BLOCK
 from kernels.report import EngineReport
 from learner import checkpoint, convert
 from learner.batch import TrainBatch, check_sequences, cut
@@ -80,12 +81,13 @@ class Policy:
         """Log-probabilities and entropies at the tokens in `loss_mask`.
 
         tokens: int64 [B, S], right-padded; lengths: int64 [B]; loss_mask: bool [B, S]. Raises ValueError
-        for inputs that do not fit together, FloatingPointError when a log-probability is not finite.
+        for inputs that do not fit together and when a value that is not finite reaches a quantiser (naming layer
+        and expert), FloatingPointError when a log-probability is not finite.
         """
         self._check_sequences(tokens, lengths, loss_mask)
         logp = torch.zeros(tokens.shape, dtype=torch.float32)
         entropy = torch.zeros_like(logp)
-        with torch.no_grad(), deterministic():
+        with torch.no_grad(), deterministic(), self._guarded():
             for rows in cut(lengths, self.config.micro_batch_tokens):
                 width = int(lengths[rows].max())
                 parts = (tokens[rows, :width].to(self.device), loss_mask[rows, :width].to(self.device))
@@ -192,20 +194,31 @@ class Policy:
         totals: defaultdict[str, float] = defaultdict(float)
         self.optimizer.zero_grad()
         with deterministic():
-            for part in batch.micro_batches(self.config.micro_batch_tokens):
-                part = part.to(self.device)
-                logp, entropy = self._logprobs(part.tokens, part.loss_mask, temperature)
-                loss, sums = loss_of(part, logp, count)
-                if not torch.isfinite(loss):
-                    raise FloatingPointError(
-                        f"the loss of a micro-batch is {loss.item()}; no weight was changed"
-                    )
-                loss.backward()
-                totals["loss"] += loss.item()
-                for name, value in (sums | {"entropy": entropy.sum()}).items():
-                    totals[name] += value.item() / count
+            with self._guarded():
+                for part in batch.micro_batches(self.config.micro_batch_tokens):
+                    part = part.to(self.device)
+                    logp, entropy = self._logprobs(part.tokens, part.loss_mask, temperature)
+                    loss, sums = loss_of(part, logp, count)
+                    if not torch.isfinite(loss):
+                        raise FloatingPointError(
+                            f"the loss of a micro-batch is {loss.item()}; no weight was changed"
+                        )
+                    loss.backward()
+                    totals["loss"] += loss.item()
+                    for name, value in (sums | {"entropy": entropy.sum()}).items():
+                        totals[name] += value.item() / count
             grad_norm, used_lr = self.optimizer.step(lr)
         return {**totals, "grad_norm": grad_norm, "lr": used_lr, "tokens": float(count)}
+
+    @contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """Around work of the experts, before its results are used. An error that values which reached a quantiser
+        led to is replaced by the one that names layer and expert.
+        """
+        try:
+            yield
+        finally:
+            check_guards(experts.guard for experts in self.model.experts())
 
     def _logprobs(
         self, tokens: torch.Tensor, mask: torch.Tensor, temperature: float
@@ -255,9 +268,10 @@ def _check_precision_map(precision_map: PrecisionMap, architecture: Architecture
     widths = {"hidden size": architecture.hidden, "expert width": architecture.expert_ffn}
     for layer, spec in enumerate(precision_map.layers):
         for name, width in widths.items():
-            if spec.quantized and width % BLOCK:
+            if width % spec.width_multiple:
                 raise ValueError(
-                    f"layer {layer} runs under {spec.name!r}: {BLOCK} must divide the {name}, got {width}"
+                    f"layer {layer} runs under {spec.name!r}: {spec.width_multiple} must divide the {name},"
+                    f" got {width}"
                 )
 
 

@@ -14,6 +14,8 @@ from pydantic import ConfigDict, Field
 from learner.config import LearnerConfig, ObjectiveConfig
 from sampler.config import SamplerConfig, SamplingConfig
 
+Plain = str | int | float | bool
+
 
 def _require(condition: bool, key: str, value: object, rule: str) -> None:
     if not condition:
@@ -91,15 +93,16 @@ class ModelConfig:
 class SpecConfig:
     """The execution specification of the experts, and which layers stay BF16.
 
-    `learner` and `sampler` override single fields on one side; a difference between the engines stops the run
-    unless `allow_difference` asks for it.
+    `learner` and `sampler` override single fields on one side, those of a quantiser in a mapping of its own
+    (`+spec.sampler.weight.outer_domain=expert`); a difference between the engines stops the run unless
+    `allow_difference` asks for it.
     """
 
     name: str = "minite"
     first_layers_bf16: int = 0
     last_layers_bf16: int = 0
-    learner: dict[str, str | int | float | bool] = field(default_factory=dict)
-    sampler: dict[str, str | int | float | bool] = field(default_factory=dict)
+    learner: dict[str, Plain | dict[str, Plain]] = field(default_factory=dict)
+    sampler: dict[str, Plain | dict[str, Plain]] = field(default_factory=dict)
     allow_difference: bool = False
 
 

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 
 from kernels.catalogue import named_spec
 from kernels.precision_map import PrecisionMap
-from kernels.quantize import BLOCK
 from kernels.spec import ExecutionSpec
 from learner.families.architecture import Architecture
 from rl.config import Config, SpecConfig
@@ -46,10 +45,10 @@ def check_against_model(config: Config, model: Architecture) -> None:
 
 
 def _model_problems(config: Config, model: Architecture) -> Iterator[str]:
-    if any(spec.quantized for spec in resolve_specs(config.spec)):
-        for width, value in (("hidden size", model.hidden), ("expert FFN width", model.expert_ffn)):
-            if value % BLOCK:
-                yield f"spec.name={config.spec.name}: the model's {width} {value} is not a multiple of {BLOCK}"
+    multiple = max(spec.width_multiple for spec in resolve_specs(config.spec))
+    for width, value in (("hidden size", model.hidden), ("expert FFN width", model.expert_ffn)):
+        if value % multiple:
+            yield f"spec.name={config.spec.name}: the model's {width} {value} is not a multiple of {multiple}"
     if model.experts % config.learner.expert_parallel:
         yield (
             f"learner.expert_parallel={config.learner.expert_parallel} does not divide the model's"

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from kernels.guard import check_guards
 from kernels.precision_map import PrecisionMap
 from kernels.report import EngineReport
 from sampler.config import SamplerConfig, SamplingConfig
@@ -101,7 +102,8 @@ class Sampler:
 
         Raises RuntimeError while a weight update is open, ValueError (before anything is generated) for
         prompts that are empty, too long for `max_tokens` more, or hold unknown tokens, and for
-        seeds outside [0, 2**63); FloatingPointError when a log-probability is not finite.
+        seeds outside [0, 2**63); ValueError when a value that is not finite reached a quantiser, naming layer and
+        expert, and FloatingPointError when a log-probability is not finite.
         """
         from vllm import SamplingParams
 
@@ -200,7 +202,13 @@ class Sampler:
         # Cached keys and values belong to former weights, or make a call depend on the calls before it.
         self._llm.reset_prefix_cache()
         requests = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
-        return self._llm.generate(requests, params, use_tqdm=False)
+        guards = [method.guard for method in self._experts.values()]
+        for guard in guards:
+            guard.clear()  # of what the engine ran for itself
+        try:
+            return self._llm.generate(requests, params, use_tqdm=False)
+        finally:
+            check_guards(guards)
 
     def _check_sequences(self, sequences: Sequence[Sequence[int]], name: str, room: int) -> None:
         limit = self.config.max_model_len - room

@@ -16,8 +16,10 @@ from vllm.model_executor.utils import set_weight_attrs
 
 from kernels import reference
 from kernels.experts import ExpertWeights
+from kernels.guard import NonFiniteGuard
 from kernels.precision_map import PrecisionMap
 from kernels.reference import PreparedExperts
+from kernels.routing import sort_slots
 from kernels.spec import ExecutionSpec
 
 METHOD = "minite"
@@ -42,7 +44,8 @@ class MiniteConfig(QuantizationConfig):
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
         if isinstance(layer, RoutedExperts):
-            return ExpertMethod(layer.moe_config, self.precision_map.spec_for(extract_layer_index(prefix)))
+            index = extract_layer_index(prefix)
+            return ExpertMethod(layer.moe_config, self.precision_map.spec_for(index), index)
         if isinstance(layer, LinearBase):
             return UnquantizedLinearMethod()
         return None
@@ -63,14 +66,16 @@ class MiniteConfig(QuantizationConfig):
 
 
 class ExpertMethod(FusedMoEMethodBase):
-    """The experts of one layer, computed by `kernels.reference` under `spec`.
+    """The experts of layer number `index`, computed by `kernels.reference` under `spec`.
 
-    The layer's parameters are the tensors of `weights`, the same storage.
+    The layer's parameters are the tensors of `weights`, the same storage. guard: to be checked before anything
+    that `apply` computed is used.
     """
 
-    def __init__(self, moe: FusedMoEConfig, spec: ExecutionSpec) -> None:
+    def __init__(self, moe: FusedMoEConfig, spec: ExecutionSpec, index: int) -> None:
         super().__init__(moe)
         self.spec = spec
+        self.guard = NonFiniteGuard(index, moe.num_experts)
         self.weights: ExpertWeights | None = None  # once the checkpoint is loaded
         self.calls = 0  # of apply
         self._prepared: PreparedExperts | None = None
@@ -128,18 +133,8 @@ class ExpertMethod(FusedMoEMethodBase):
             assert self.weights is not None, f"{layer.layer_name} is not loaded"
             self._prepared = reference.prepare(self.weights, self.spec)
         ids, coefficients = sort_slots(topk_ids, topk_weights)
-        return reference.forward(x, ids, coefficients, self._prepared, self.spec).to(x.dtype)
+        output = reference.forward(x, ids, coefficients, self._prepared, self.spec, self.guard)
+        return output.to(x.dtype)
 
     def get_fused_moe_quant_config(self, layer: RoutedExperts) -> None:
         return None
-
-
-def sort_slots(ids: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each token's slots [T, k] by descending coefficient, ties to the lower expert id.
-
-    The spec sums over slots in order, and `torch.topk` leaves the order open; the learner uses this one.
-    """
-    by_id = ids.argsort(dim=-1)
-    by_weight = weights.gather(1, by_id).argsort(dim=-1, descending=True, stable=True)
-    order = by_id.gather(1, by_weight)
-    return ids.gather(1, order), weights.gather(1, order)

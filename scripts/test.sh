@@ -3,6 +3,8 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 ./scripts/setup.sh
+./scripts/oracles.sh
+export MINITE_ORACLES="$PWD/.oracles"  # a wheel that is missing fails its tests
 export PATH="$PWD/.venv/bin:$PATH"
 ruff check .
 ruff format --check .

@@ -69,5 +69,5 @@ def test_diff_is_empty_for_equal_maps_and_groups_layers_that_differ_alike() -> N
     text = left.diff(right, "learner", "sampler")
     titles = [line for line in text.splitlines() if line.startswith("layers ")]
     assert titles == ["layers 0 to 1:", "layers 4 to 4:"]
-    assert "weight_scale_domain  row      expert" in text
+    assert "weight.outer_domain  row      expert" in text
     assert "left has 5 layers, right has 3" in left.diff(PrecisionMap((MINITE,) * 3))

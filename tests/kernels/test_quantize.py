@@ -1,4 +1,4 @@
-"""The NVFP4 quantiser, bit for bit against a second implementation and, where they coincide, torchao."""
+"""The NVFP4 quantiser of `minite`, bit for bit against a second implementation and, where they coincide, torchao."""
 
 from __future__ import annotations
 
@@ -17,10 +17,26 @@ from kernels import codec_e4m3
 from kernels.catalogue import named_spec
 from kernels.packing import unpack
 from kernels.quantize import QuantizedTensor, decode, dequantize, quantize_activation, quantize_weight
+from kernels.quantizer_spec import QuantizerSpec
 
-MINITE = named_spec("minite")
-MINITE_EXPERT = named_spec("minite_expert")
-PER_TENSOR = named_spec("minite", {"activation_scale_domain": "tensor"})
+
+def activation_of(name: str, **overrides: object) -> QuantizerSpec:
+    spec = named_spec(name, {"activation": overrides}).activation
+    assert spec is not None
+    return spec
+
+
+def weight_of(name: str, **overrides: object) -> QuantizerSpec:
+    spec = named_spec(name, {"weight": overrides}).weight
+    assert spec is not None
+    return spec
+
+
+MINITE = activation_of("minite")
+PER_TENSOR = activation_of("minite", outer_domain="tensor")
+PER_ROW = weight_of("minite")
+PER_EXPERT = weight_of("minite_expert")
+PER_HALF = weight_of("minite", outer_domain="expert_half")
 
 
 def gaussian(rows: int = 40, width: int = 96) -> torch.Tensor:
@@ -61,10 +77,11 @@ def to_oracle(x: torch.Tensor) -> np.ndarray:
 
 
 def assert_same(actual: QuantizedTensor, expected: oracle.Quantized) -> None:
+    assert actual.block_scales is not None and actual.outer_scales is not None
     np.testing.assert_array_equal(actual.block_scales.numpy(), expected.block_scales)
     np.testing.assert_array_equal(unpack(actual.codes).numpy(), expected.codes)
     np.testing.assert_array_equal(actual.outer_scales.double().numpy(), expected.outer_scales)
-    np.testing.assert_array_equal(decode(actual).double().numpy(), expected.decoded)
+    np.testing.assert_array_equal(decode(actual, MINITE).double().numpy(), expected.decoded)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -72,41 +89,60 @@ def assert_same(actual: QuantizedTensor, expected: oracle.Quantized) -> None:
 def test_per_token_activation_equals_the_oracle(draw, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     x = draw().to(dtype)
-    assert_same(quantize_activation(x, MINITE), oracle.quantize(to_oracle(x)))
+    assert_same(quantize_activation(x, MINITE), oracle.quantize(x.double().numpy()))
 
 
 @pytest.mark.parametrize("draw", DISTRIBUTIONS, ids=lambda draw: draw.__name__)
 def test_per_tensor_activation_equals_the_oracle(draw) -> None:
     torch.manual_seed(1)
-    x = draw()
+    x = draw().bfloat16()
     actual = quantize_activation(x, PER_TENSOR)
     assert actual.outer_scales.shape == (1, 1)
     assert_same(actual, oracle.quantize(to_oracle(x), shared_scale=True))
 
 
-@pytest.mark.parametrize("spec", [MINITE, MINITE_EXPERT], ids=lambda spec: spec.name)
+@pytest.mark.parametrize("spec", [PER_ROW, PER_EXPERT], ids=lambda spec: spec.outer_domain)
 @pytest.mark.parametrize("draw", DISTRIBUTIONS, ids=lambda draw: draw.__name__)
 def test_weight_equals_the_oracle_expert_by_expert(draw, spec) -> None:
     torch.manual_seed(2)
-    weight = torch.stack([draw(), draw(), torch.zeros_like(draw())])
+    weight = torch.stack([draw(), draw(), torch.zeros_like(draw())]).bfloat16()
     actual = quantize_weight(weight, spec)
-    shared = spec is MINITE_EXPERT
+    assert actual.outer_scales is not None and actual.block_scales is not None
+    shared = spec is PER_EXPERT
     assert actual.outer_scales.shape == (3, 1 if shared else weight.shape[1])
     for e in range(3):
         expert = QuantizedTensor(actual.codes[e], actual.block_scales[e], actual.outer_scales[e, :, None])
         assert_same(expert, oracle.quantize(to_oracle(weight[e]), shared))
 
 
+@pytest.mark.parametrize("rows", [8, 40])
+def test_gate_and_up_have_scales_of_their_own(rows: int) -> None:
+    torch.manual_seed(7)
+    weight = heavy_tailed(2 * rows).view(2, rows, -1).bfloat16()
+    actual = quantize_weight(weight, PER_HALF, halves=True)
+    gate, up = (quantize_weight(part, PER_EXPERT) for part in weight.chunk(2, dim=1))
+    for name, dim in (("codes", 1), ("block_scales", 1), ("outer_scales", 1)):
+        expected = torch.cat([getattr(gate, name), getattr(up, name)], dim)
+        assert torch.equal(getattr(actual, name), expected)
+    halves = torch.cat([dequantize(gate, PER_EXPERT), dequantize(up, PER_EXPERT)], 1)
+    assert torch.equal(dequantize(actual, PER_HALF), halves)
+    whole = quantize_weight(weight, PER_HALF)  # of a matrix that has no halves
+    assert whole.outer_scales is not None and whole.outer_scales.shape == (2, 1)
+    assert torch.equal(
+        dequantize(whole, PER_HALF), dequantize(quantize_weight(weight, PER_EXPERT), PER_EXPERT)
+    )
+
+
 def test_the_draws_reach_the_cases_they_are_meant_for() -> None:
     torch.manual_seed(0)
-    scales = codec_e4m3.decode(quantize_activation(heavy_tailed(), MINITE).block_scales)
+    scales = codec_e4m3.decode(quantize_activation(heavy_tailed().bfloat16(), MINITE).block_scales)
     assert (scales == 0).any() and ((scales > 0) & (scales < 2**-6)).any() and (scales == 448).any()
-    dense = midpoint_dense()
+    dense = midpoint_dense().bfloat16()
     quantized = quantize_activation(dense, MINITE)
     step = (codec_e4m3.decode(quantized.block_scales) * quantized.outer_scales).repeat_interleave(16, dim=1)
     ties = torch.isin((dense / step).abs(), torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0]))
     assert ties.float().mean() > 0.05
-    zero_groups = quantize_activation(tiny(), MINITE).outer_scales == 1
+    zero_groups = quantize_activation(tiny().bfloat16(), MINITE).outer_scales == 1
     assert zero_groups.any() and not zero_groups.all()
 
 
@@ -118,7 +154,7 @@ def test_a_zero_row_has_unit_scale_and_zero_bytes() -> None:
     for row in (1, 2):
         assert quantized.outer_scales[row] == 1
         assert not quantized.block_scales[row].any() and not quantized.codes[row].any()
-    assert torch.isfinite(dequantize(quantized)).all()
+    assert torch.isfinite(dequantize(quantized, MINITE)).all()
 
 
 def test_the_threshold_of_a_zero_group_keeps_scales_normal() -> None:
@@ -126,7 +162,7 @@ def test_the_threshold_of_a_zero_group_keeps_scales_normal() -> None:
     quantized = quantize_activation(x, MINITE)
     smallest_step = quantized.outer_scales.item() * 2.0**-9
     assert quantized.outer_scales.item() != 1 and smallest_step >= torch.finfo(torch.float32).tiny
-    torch.testing.assert_close(dequantize(quantized), x, rtol=0.07, atol=0)
+    torch.testing.assert_close(dequantize(quantized, MINITE), x, rtol=0.07, atol=0)
 
 
 def test_negative_zero_keeps_its_sign_except_in_a_zero_block() -> None:
@@ -140,15 +176,16 @@ def test_negative_zero_keeps_its_sign_except_in_a_zero_block() -> None:
     assert not codes[16:].any()
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 3.4e38], ids=str)
-def test_values_that_are_not_finite_in_bf16_are_refused(value: float) -> None:
-    x = torch.zeros(4, 32)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf], ids=str)
+def test_values_that_are_not_finite_are_refused(value: float, dtype: torch.dtype) -> None:
+    x = torch.zeros(4, 32, dtype=dtype)
     x[2, 5] = x[3, 31] = value
     counts = "2 NaN and 0 infinite" if math.isnan(value) else "0 NaN and 2 infinite"
     with pytest.raises(ValueError, match=rf"activation \(4, 32\): {counts} values among 128"):
         quantize_activation(x, MINITE)
     with pytest.raises(ValueError, match="weight of expert 1"):
-        quantize_weight(torch.stack([torch.zeros(4, 32), x]), MINITE)
+        quantize_weight(torch.stack([torch.zeros_like(x), x]), PER_ROW)
 
 
 @pytest.mark.parametrize("width", [0, 8, 24, 100])
@@ -156,23 +193,35 @@ def test_rows_that_are_not_whole_blocks_are_refused(width: int) -> None:
     with pytest.raises(ValueError, match="multiple of 16"):
         quantize_activation(torch.zeros(2, width), MINITE)
     with pytest.raises(ValueError, match="multiple of 16"):
-        quantize_weight(torch.zeros(1, 2, width), MINITE)
+        quantize_weight(torch.zeros(1, 2, width), PER_ROW)
 
 
-def test_wrong_ranks_and_unquantised_specs_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"must be \[T, K\]"):
+def test_rows_that_are_refused_are_reported_instead_where_that_is_asked_for() -> None:
+    x = torch.zeros(4, 32)
+    x[1, 5], x[3, 31] = math.nan, -math.inf
+    reports: list[torch.Tensor] = []
+    quantize_activation(x, MINITE, on_non_finite=reports.append)
+    assert [report.tolist() for report in reports] == [[False, True, False, True]]
+
+
+def test_wrong_ranks_and_types_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"must be \[R, K\]"):
         quantize_activation(torch.zeros(1, 2, 16), MINITE)
     with pytest.raises(ValueError, match=r"must be \[E, N, K\]"):
-        quantize_weight(torch.zeros(2, 16), MINITE)
-    with pytest.raises(ValueError, match="has format bf16"):
-        quantize_activation(torch.zeros(2, 16), named_spec("bf16"))
+        quantize_weight(torch.zeros(2, 16), PER_ROW)
+    with pytest.raises(ValueError, match=r"must be \[E, N, K\] with E >= 1"):
+        quantize_weight(torch.zeros(0, 2, 16), PER_ROW)
+    with pytest.raises(ValueError, match=r"bfloat16 or float32, got torch\.float16"):
+        quantize_activation(torch.zeros(2, 16, dtype=torch.float16), MINITE)
+    with pytest.raises(ValueError, match="seed=3"):
+        quantize_activation(torch.zeros(2, 16), MINITE, seed=3)
 
 
 def test_no_rows() -> None:
     for spec in (MINITE, PER_TENSOR):
         quantized = quantize_activation(torch.zeros(0, 32), spec)
         assert quantized.codes.shape == (0, 16) and quantized.block_scales.shape == (0, 2)
-        assert dequantize(quantized).shape == (0, 32)
+        assert dequantize(quantized, spec).shape == (0, 32)
 
 
 def test_a_row_does_not_depend_on_the_others() -> None:
@@ -232,12 +281,12 @@ def test_whole_chain_equals_torchao_where_scales_are_powers_of_two() -> None:
     assert torch.equal(ours.codes.view(64, 8, 8)[exact], codes.view(64, 8, 8)[exact])
 
 
-def test_dequantised_values_are_the_product_of_the_three_parts() -> None:
+@pytest.mark.parametrize("spec", [PER_ROW, PER_EXPERT], ids=lambda spec: spec.outer_domain)
+def test_dequantised_values_are_the_product_of_the_three_parts(spec: QuantizerSpec) -> None:
     torch.manual_seed(6)
-    for spec in (MINITE, MINITE_EXPERT):
-        weight = torch.randn(2, 24, 64)
-        quantized = quantize_weight(weight, spec)
-        value = decode(quantized).double() * quantized.outer_scales.double()[..., None]
-        assert torch.equal(dequantize(quantized), value.float())
-        error = (dequantize(quantized) - weight).norm() / weight.norm()
-        assert 0.05 < error < 0.12  # E2M1 with block scales on Gaussian data: about a tenth
+    weight = torch.randn(2, 24, 64)
+    quantized = quantize_weight(weight, spec)
+    value = decode(quantized, spec).double() * quantized.outer_scales.double()[..., None]
+    assert torch.equal(dequantize(quantized, spec), value.float())
+    error = (dequantize(quantized, spec) - weight).norm() / weight.norm()
+    assert 0.05 < error < 0.12  # E2M1 with block scales on Gaussian data: about a tenth

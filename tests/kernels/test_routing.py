@@ -1,14 +1,13 @@
-"""Grouping of token slots by expert, and the ordered sum over slots."""
+"""Grouping of token slots by expert, and their order."""
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels.routing import Routing, sum_in_slot_order
+from kernels.routing import Routing, sort_slots
 
 
 @settings(deadline=None)
@@ -40,25 +39,37 @@ def test_ids_of_no_expert_are_refused(bad: int) -> None:
         Routing.group(torch.tensor([[0, bad]]), 4)
 
 
-def test_the_sum_runs_in_slot_order() -> None:
-    slots = torch.tensor([1e8, 1.0, -1e8]).view(1, 3, 1).expand(5, 3, 100)
-    assert (sum_in_slot_order(slots) == 0).all()
-    assert (sum_in_slot_order(slots[:, [0, 2, 1]]) == 1).all()
+def test_slots_are_sorted_by_coefficient_then_expert() -> None:
+    ids = torch.tensor([[3, 1, 2], [5, 0, 4], [1, 2, 0]])
+    weights = torch.tensor([[0.2, 0.5, 0.3], [0.25, 0.25, 0.5], [0.4, 0.3, 0.3]])
+    sorted_ids, sorted_weights = sort_slots(ids, weights)
+    assert sorted_ids.tolist() == [[1, 2, 3], [4, 0, 5], [1, 0, 2]]
+    torch.testing.assert_close(
+        sorted_weights, torch.tensor([[0.5, 0.3, 0.2], [0.5, 0.25, 0.25], [0.4, 0.3, 0.3]])
+    )
 
 
-def test_product_and_sum_are_rounded_apart() -> None:
-    """A fused multiply-add would keep the 2^-24 that the product's rounding drops."""
-    value = 1 + 2.0**-12
-    slots = torch.tensor([-(1 + 2.0**-11), value]).view(1, 2, 1).expand(3, 2, 100)
-    coefficients = torch.tensor([1.0, value]).expand(3, 2)
-    assert (sum_in_slot_order(slots, coefficients) == 0).all()
+@given(st.integers(0, 2**31), st.integers(1, 4), st.booleans())
+def test_sorted_slots_hold_the_same_pairs_in_one_order(seed: int, top_k: int, coarse: bool) -> None:
+    """Whatever the order given, and with coefficients that are equal."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.rand(8, 6, generator=generator).argsort(1)[:, :top_k]
+    weights = torch.rand(8, top_k, generator=generator)
+    if coarse:
+        weights = (weights * 2).round() / 2
+    given_order = torch.rand(8, top_k, generator=generator).argsort(1)
+    sorted_ids, sorted_weights = sort_slots(ids.gather(1, given_order), weights.gather(1, given_order))
+    for row in range(8):
+        pairs = zip(ids[row].tolist(), weights[row].tolist(), strict=True)
+        expected = sorted(pairs, key=lambda pair: (-pair[1], pair[0]))
+        assert list(zip(sorted_ids[row].tolist(), sorted_weights[row].tolist(), strict=True)) == expected
 
 
-def test_weighted_sum_equals_numpy_in_float32() -> None:
-    torch.manual_seed(0)
-    slots, coefficients = torch.randn(9, 4, 33).bfloat16(), torch.rand(9, 4)
-    y, p = slots.float().numpy(), coefficients.numpy()
-    expected = np.zeros((9, 33), np.float32)
-    for j in range(4):
-        expected = expected + p[:, j, None] * y[:, j]
-    np.testing.assert_array_equal(sum_in_slot_order(slots, coefficients).numpy(), expected)
+def test_expert_order_sorts_each_token() -> None:
+    ids = torch.tensor([[2, 0, 1], [0, 2, 3], [3, 1, 0]])
+    assert ids.gather(1, Routing.group(ids, 4).expert_order()).tolist() == ids.sort(1).values.tolist()
+
+
+def test_experts_of_grouped_rows() -> None:
+    routing = Routing.group(torch.tensor([[2, 0], [0, 2], [2, 1]]), 4)
+    assert routing.experts.tolist() == [0, 0, 1, 2, 2, 2]

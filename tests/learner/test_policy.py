@@ -325,3 +325,51 @@ def test_a_fresh_process_computes_the_same_bits(model_folder: MakeFolder) -> Non
     arguments = [sys.executable, "-c", _FRESH_PROCESS, str(folder), str(torch.get_num_threads())]
     other = subprocess.run(arguments, check=True, capture_output=True, text=True)
     assert other.stdout.split()[-1] == fingerprint(folder)
+
+
+def test_what_a_quantiser_refuses_is_named_by_layer_and_expert(
+    model_folder: MakeFolder, sequences: Sequences
+) -> None:
+    """Before any weight has changed, and the next call does not know of it."""
+    tokens, lengths, mask = sequences
+    rare = VOCAB - 1
+    tokens = tokens.where(tokens != rare, 0)
+    tokens[1, 0] = rare
+    policy, fresh = (make_policy(model_folder("mixtral"), "minite", micro_batch_tokens=12) for _ in range(2))
+    batch = make_batch(fresh, (tokens, lengths, mask))
+    before = weights(policy)
+    embedding = policy.model.embedding.word_embeddings.weight
+    with torch.no_grad():
+        kept = embedding[rare].clone()
+        embedding[rare] = float("inf")
+    named = r"values that are not finite reached a quantiser: layer 0: FC1 input of expert \d"
+    with pytest.raises(ValueError, match=named):
+        policy.score(tokens, lengths, mask, 1.0)
+    with pytest.raises(ValueError, match=named):
+        policy.update(batch, OBJECTIVE, 1.0)
+    with torch.no_grad():
+        embedding[rare] = kept
+    assert all(torch.equal(w, before[name]) for name, w in weights(policy).items())
+    assert policy.update(batch, OBJECTIVE, 1.0) == fresh.update(batch, OBJECTIVE, 1.0)
+
+
+def test_stochastic_rounding_in_backward_goes_on_from_a_checkpoint(
+    model_folder: MakeFolder, sequences: Sequences, tmp_path: Path
+) -> None:
+    """The recipe of Transformer Engine, whose gradients are rounded stochastically from torch's generator."""
+    policies = [make_policy(model_folder("qwen3_moe"), "te_per_tensor") for _ in range(2)]
+    for policy in policies:
+        torch.manual_seed(0)
+        policy.supervised_step(*sequences)
+    first, second = (weights(policy) for policy in policies)
+    assert all(torch.equal(w, second[name]) for name, w in first.items())
+
+    policies[0].checkpoint(tmp_path / "checkpoint")
+    policies[0].supervised_step(*sequences)
+    torch.manual_seed(1)
+    policies[1].supervised_step(*sequences)
+    first, second = (weights(policy) for policy in policies)
+    assert not all(torch.equal(w, second[name]) for name, w in first.items())
+    policies[1].restore(tmp_path / "checkpoint")
+    policies[1].supervised_step(*sequences)
+    assert all(torch.equal(w, first[name]) for name, w in weights(policies[1]).items())

@@ -53,8 +53,8 @@ def test_overrides_reach_their_key_and_only_that():
 
 
 def test_one_side_of_the_specification_can_be_overridden():
-    config = load_config([TINY, "+spec.sampler.weight_scale_domain=expert"])
-    assert config.spec.sampler == {"weight_scale_domain": "expert"}
+    config = load_config([TINY, "+spec.sampler.weight.outer_domain=expert"])
+    assert config.spec.sampler == {"weight": {"outer_domain": "expert"}}
 
 
 def test_a_saved_configuration_takes_overrides_and_refuses_unknown_keys(tmp_path: Path):

@@ -144,7 +144,7 @@ def test_a_difference_between_the_engines_is_said(tmp_path: Path) -> None:
     record_engines(folder, [EngineReport(n, m, "reference", 2, 1) for n, m in zip(names, maps, strict=True)])
     text = _page(folder).text
     assert "The fingerprints of learner, sampler differ" in text
-    assert "weight_scale_domain=row" in text and "weight_scale_domain=expert" in text
+    assert "weight.outer_domain=row" in text and "weight.outer_domain=expert" in text
 
 
 def test_values_cannot_inject_markup(tmp_path: Path) -> None:

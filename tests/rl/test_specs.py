@@ -46,12 +46,12 @@ def test_equal_specifications_pass_and_are_printed():
 
 
 def test_one_field_that_differs_stops_and_is_named_with_both_values():
-    reports = [report("megatron"), report("vllm", weight_scale_domain="expert")]
+    reports = [report("megatron"), report("vllm", weight={"outer_domain": "expert"})]
     with pytest.raises(SpecMismatch) as mismatch:
         check_specifications(reports, False)
     message = str(mismatch.value)
     assert "megatron and vllm" in message
-    [row] = [line.split() for line in message.splitlines() if line.startswith("weight_scale_domain")]
+    [row] = [line.split() for line in message.splitlines() if line.startswith("weight.outer_domain")]
     assert row[1:3] == ["row", "expert"]
     assert check_specifications(reports, allow_difference=True)
 
@@ -93,11 +93,11 @@ def test_prompts_leave_room_for_the_response():
 
 def test_each_engine_has_its_own_map():
     config = load_config(
-        ["+recipe=tiny", "+spec.sampler.weight_scale_domain=expert", "spec.last_layers_bf16=1"]
+        ["+recipe=tiny", "+spec.sampler.weight.outer_domain=expert", "spec.last_layers_bf16=1"]
     )
     learner, sampler = resolve_maps(config.spec, 4)
     assert [spec.name for spec in learner.layers] == ["minite", "minite", "minite", "bf16"]
-    assert sampler.layers[0].weight_scale_domain == "expert"
+    assert sampler.layers[0].weight.outer_domain == "expert"
     assert sampler.layers[3] == learner.layers[3]
 
 

@@ -156,10 +156,10 @@ def _recorded(place: Path, name: str) -> int:
 
 
 def test_a_sampler_under_another_specification_stops_before_the_first_rollout(place: Path):
-    process = start(place, "run.name=mismatch", "+spec.sampler.weight_scale_domain=expert")
+    process = start(place, "run.name=mismatch", "+spec.sampler.weight.outer_domain=expert")
     output = finish(process, place)
     assert process.returncode == 2, output
-    assert "weight_scale_domain" in output
+    assert "weight.outer_domain" in output
     assert "Traceback" not in output
     assert (run_folder(place, "mismatch") / "metrics.jsonl").read_text() == ""
 

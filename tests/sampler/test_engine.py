@@ -141,3 +141,22 @@ def test_non_finite_log_probabilities_are_an_error(sampler_for: MakeSampler) -> 
             sampler.generate(prompts(), SEEDS, SamplingConfig(max_tokens=2))
     finally:
         weight[3] = saved
+
+
+def test_what_a_quantiser_refuses_is_named_by_layer_and_expert(sampler_for: MakeSampler) -> None:
+    """Nothing computed from it is returned, and the next call does not know of it."""
+    sampler = sampler_for("qwen3_moe", "minite")
+    expected = sampler.generate(prompts(), SEEDS, SamplingConfig(max_tokens=2))
+    weight = sampler._model.model.layers[1].post_attention_layernorm.weight.data
+    saved = weight[3].clone()
+    weight[3] = torch.inf
+    try:
+        for call in (
+            lambda: sampler.generate(prompts(), SEEDS, SamplingConfig(max_tokens=2)),
+            lambda: sampler.score([[1, 2, 3]], [1]),
+        ):
+            with pytest.raises(ValueError, match=r"reached a quantiser: layer 1: FC1 input of expert \d"):
+                call()
+    finally:
+        weight[3] = saved
+    assert sampler.generate(prompts(), SEEDS, SamplingConfig(max_tokens=2)) == expected

@@ -17,7 +17,7 @@ from kernels.experts import ExpertWeights
 from kernels.precision_map import PrecisionMap
 from sampler.config import SamplingConfig
 from sampler.engine import Sampler
-from sampler.quantization import MiniteConfig, quantization_config, sort_slots
+from sampler.quantization import MiniteConfig, quantization_config
 from tests.sampler.conftest import (
     FAMILIES,
     LAYERS,
@@ -85,16 +85,6 @@ def test_layers_follow_the_precision_map(start_sampler: StartSampler, model_fold
     assert {n.rpartition(".")[2]: (p.dtype, p.shape) for n, p in second.items()} == {
         part.replace(".", "_"): (t.dtype, t.shape) for part, t in expected.items()
     }
-
-
-def test_slots_are_sorted_by_coefficient_then_expert() -> None:
-    ids = torch.tensor([[3, 1, 2], [5, 0, 4], [1, 2, 0]])
-    weights = torch.tensor([[0.2, 0.5, 0.3], [0.25, 0.25, 0.5], [0.4, 0.3, 0.3]])
-    sorted_ids, sorted_weights = sort_slots(ids, weights)
-    assert sorted_ids.tolist() == [[1, 2, 3], [4, 0, 5], [1, 0, 2]]
-    torch.testing.assert_close(
-        sorted_weights, torch.tensor([[0.5, 0.3, 0.2], [0.5, 0.25, 0.25], [0.4, 0.3, 0.3]])
-    )
 
 
 def test_a_layer_does_not_depend_on_the_order_of_slots(sampler_for: MakeSampler) -> None:

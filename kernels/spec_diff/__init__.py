@@ -1,0 +1,1 @@
+"""What a difference between two execution specs moves: `python -m kernels.spec_diff`."""
