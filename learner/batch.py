@@ -7,6 +7,18 @@ from dataclasses import dataclass, fields, replace
 import torch
 
 
+@dataclass(frozen=True)
+class Totals:
+    """Counts over a whole mini-batch (all that goes into one optimiser step), by which losses are divided.
+
+    tokens: in the loss mask; sequences: with a token in the loss mask; rows: all sequences.
+    """
+
+    tokens: int
+    sequences: int
+    rows: int
+
+
 @dataclass(frozen=True, eq=False)
 class TrainBatch:
     """Sequences to learn from. Position t of a [B, S] tensor carries the value of token t.
@@ -16,10 +28,13 @@ class TrainBatch:
     loss_mask: bool [B, S], True at response tokens
     sampler_logp: float32 [B, S], log-probability under the engine and weights that sampled the token
     old_logp: float32 [B, S], log-probability under the learner before the update
-    advantages: float32 [B], one for each sequence
+    advantages: float32 [B], one for each sequence, or [B, S], one for each token
+    reference_logp: float32 [B, S], log-probability under the reference policy; None without one
+    old_values, returns: float32 [B, S], values under the critic before the update and what they should be; None
+        without a critic
 
-    What `sampler_logp` and `old_logp` hold where `loss_mask` is False never matters. Raises ValueError when
-    the parts do not fit together.
+    What a [B, S] tensor of numbers holds where `loss_mask` is False never matters. Raises ValueError when the
+    parts do not fit together.
     """
 
     tokens: torch.Tensor
@@ -28,22 +43,38 @@ class TrainBatch:
     sampler_logp: torch.Tensor
     old_logp: torch.Tensor
     advantages: torch.Tensor
+    reference_logp: torch.Tensor | None = None
+    old_values: torch.Tensor | None = None
+    returns: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         check_sequences(self.tokens, self.lengths, self.loss_mask)
         for name in ("sampler_logp", "old_logp"):
             _check(name, getattr(self, name), self.tokens.shape, torch.float32)
-        _check("advantages", self.advantages, self.lengths.shape, torch.float32)
+        per_token = self.advantages.dim() == 2
+        shape = self.tokens.shape if per_token else self.lengths.shape
+        _check("advantages", self.advantages, shape, torch.float32)
+        for name in ("reference_logp", "old_values", "returns"):
+            if getattr(self, name) is not None:
+                _check(name, getattr(self, name), self.tokens.shape, torch.float32)
 
     @property
-    def response_tokens(self) -> int:
-        """Tokens in the loss mask: the denominator of a token mean."""
-        return int(self.loss_mask.sum())
+    def totals(self) -> Totals:
+        """The counts by which losses are divided when this is the whole mini-batch."""
+        mask = self.loss_mask
+        return Totals(tokens=int(mask.sum()), sequences=int(mask.any(1).sum()), rows=len(mask))
+
+    def in_loss(self, name: str) -> torch.Tensor:
+        """The field `name` at the tokens of the loss mask, row after row: [T]."""
+        values = getattr(self, name)
+        if values.dim() == 1:
+            values = values.unsqueeze(1).expand_as(self.loss_mask)
+        return values[self.loss_mask]
 
     def select(self, rows: torch.Tensor) -> TrainBatch:
         """The sequences `rows` (int64 [R]), padded no further than the longest of them."""
         width = int(self.lengths[rows].max())
-        parts = {field.name: getattr(self, field.name)[rows] for field in fields(self)}
+        parts = {name: tensor[rows] for name, tensor in self._tensors().items()}
         return TrainBatch(**{k: v[:, :width] if v.dim() == 2 else v for k, v in parts.items()})
 
     def micro_batches(self, max_tokens: int) -> list[TrainBatch]:
@@ -52,7 +83,11 @@ class TrainBatch:
 
     def to(self, device: torch.device) -> TrainBatch:
         """The same batch with every tensor on `device`."""
-        return replace(self, **{field.name: getattr(self, field.name).to(device) for field in fields(self)})
+        return replace(self, **{name: tensor.to(device) for name, tensor in self._tensors().items()})
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        parts = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: tensor for name, tensor in parts.items() if tensor is not None}
 
 
 def cut(lengths: torch.Tensor, max_tokens: int) -> list[torch.Tensor]:

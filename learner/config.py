@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kernels.checks import checker
 
 DTYPES = ("float32", "bfloat16")
-LOSS_AGGREGATIONS = ("token_mean",)
+LOSS_AGGREGATIONS = ("token_mean", "sequence_mean", "dr_grpo")
+CORRECTION_WEIGHTS = ("off", "token", "sequence")
+KL_ESTIMATORS = ("k1", "k2", "k3")
+KL_PLACES = ("loss", "reward")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +55,63 @@ class LearnerConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CorrectionConfig:
+    """How a token is weighed, or rejected, that sampler and learner hold for differently likely; see
+    `learner.correction`. The parts work together: what is rejected by any of them has weight 0.
+
+    Raises ValueError naming field, value and rule.
+    """
+
+    weight: str = "token"  # importance weight of each token, of its whole sequence, or off: weight 1
+    cap: float | None = 2.0  # largest weight; None: no truncation
+    token_band: tuple[float, float] | None = None  # rejects a token whose ratio lies outside
+    sequence_band: tuple[float, float] | None = None  # rejects a sequence whose mean ratio lies outside
+    veto: float | None = None  # rejects a sequence with any ratio below
+
+    def __post_init__(self) -> None:
+        check = checker(self)
+        check("weight", lambda v: v in CORRECTION_WEIGHTS, f"must be one of {', '.join(CORRECTION_WEIGHTS)}")
+        check("cap", lambda v: v is None or 0 < v < math.inf, "must be None or positive and finite")
+        for band in ("token_band", "sequence_band"):
+            check(
+                band, lambda v: v is None or _is_band(v), "must be None or two numbers, 0 <= low <= 1 <= high"
+            )
+        check("veto", lambda v: v is None or 0 < v < 1, "must be None or lie in (0, 1)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class KLConfig:
+    """Penalty on the divergence from a reference policy, the policy that the run started from.
+
+    Raises ValueError naming field, value and rule.
+    """
+
+    coefficient: float = 0.0  # 0: no penalty and no reference policy
+    estimator: str = "k3"  # see `learner.kl`
+    place: str = "loss"  # in the loss of each token, or in the reward
+
+    def __post_init__(self) -> None:
+        check = checker(self)
+        check("coefficient", lambda v: 0 <= v < math.inf, "must not be negative and must be finite")
+        check("estimator", lambda v: v in KL_ESTIMATORS, f"must be one of {', '.join(KL_ESTIMATORS)}")
+        check("place", lambda v: v in KL_PLACES, f"must be one of {', '.join(KL_PLACES)}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CriticConfig:
+    """The value function that generalised advantage estimation needs; see `learner.value_loss`.
+
+    Raises ValueError naming field, value and rule.
+    """
+
+    value_clip: float | None = 0.2  # a value moves no further from its old one in one update; None: no bound
+
+    def __post_init__(self) -> None:
+        check = checker(self)
+        check("value_clip", lambda v: v is None or 0 < v < math.inf, "must be None or positive and finite")
+
+
+@dataclass(frozen=True, kw_only=True)
 class ObjectiveConfig:
     """The clipped policy objective; see `learner.objective`.
 
@@ -60,16 +120,35 @@ class ObjectiveConfig:
 
     clip_low: float = 0.2  # the probability ratio is clipped to [1 - clip_low, 1 + clip_high]
     clip_high: float = 0.28
-    tis_cap: float | None = 2.0  # largest truncated-importance-sampling weight; None means weight 1
-    loss_aggregation: str = "token_mean"
+    dual_clip: float | None = None  # largest ratio that counts where the advantage is negative; None: any
+    loss_aggregation: str = "token_mean"  # see `learner.aggregation`
+    max_response_tokens: int | None = None  # the constant length of dr_grpo, which alone needs it
+    entropy_coefficient: float = 0.0  # entropy is rewarded in the loss; 0: only measured
+    correction: CorrectionConfig = field(default_factory=CorrectionConfig)
+    kl: KLConfig = field(default_factory=KLConfig)
+    critic: CriticConfig | None = None
 
     def __post_init__(self) -> None:
         check = checker(self)
         check("clip_low", lambda v: 0 < v < 1, "must lie in (0, 1)")
         check("clip_high", lambda v: 0 < v < math.inf, "must be positive and finite")
-        check("tis_cap", lambda v: v is None or 0 < v < math.inf, "must be None (off) or positive and finite")
+        check(
+            "dual_clip",
+            lambda v: v is None or 1 + self.clip_high < v < math.inf,
+            f"must be None (off) or finite and more than 1 + clip_high = {1 + self.clip_high}",
+        )
         check(
             "loss_aggregation",
             lambda v: v in LOSS_AGGREGATIONS,
             f"must be one of {', '.join(LOSS_AGGREGATIONS)}",
         )
+        check(
+            "max_response_tokens",
+            lambda v: v >= 1 if self.loss_aggregation == "dr_grpo" else v is None or v >= 1,
+            f"must be at least 1 with loss_aggregation={self.loss_aggregation}",
+        )
+        check("entropy_coefficient", lambda v: 0 <= v < math.inf, "must not be negative and must be finite")
+
+
+def _is_band(band: tuple[float, float]) -> bool:
+    return len(band) == 2 and 0 <= band[0] <= 1 <= band[1] < math.inf

@@ -1,45 +1,105 @@
-"""Log-probabilities of given tokens from hidden states, in FP32, without all the logits at once."""
+"""Log-probabilities of given tokens from hidden states, in FP32, without all the logits at once.
+
+The distribution is that from which a sampler with the same temperature and top-p draws: softmax(logits /
+temperature), cut to its nucleus, the smallest set of likeliest tokens whose probability reaches top-p (Holtzman
+et al. 2020, arXiv 1904.09751), and made to sum to one again. The nucleus is computed as vLLM does, rounding included.
+
+Sampler and learner differ, so a token that the sampler drew may lie outside the learner's nucleus. It was possible,
+so it is counted in: its probability is that in the nucleus with this one token added. That keeps it finite, and about
+what it is just inside the nucleus; the alternative, probability 0, would drop unlikely tokens from learning because of
+noise. How often it happens is returned. Which tokens belong to the nucleus is a constant for the gradient.
+"""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 
-def token_logprobs(
+class TokenScores(NamedTuple):
+    """Of N tokens: logp float32 [N]; entropy float32 [N] of the distribution, in nats; outside_nucleus bool [N],
+    whether the token was added to the nucleus.
+    """
+
+    logp: torch.Tensor
+    entropy: torch.Tensor
+    outside_nucleus: torch.Tensor
+
+
+def token_scores(
     hidden: torch.Tensor,
     output_weight: torch.Tensor,
     ids: torch.Tensor,
+    *,
     temperature: float,
+    top_p: float,
     logits_bytes: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probability of each id, and entropy, of softmax(hidden @ output_weight.T / temperature).
+    entropy_gradient: bool = False,
+) -> TokenScores:
+    """Scores of `ids` under the logits hidden @ output_weight.T.
 
     hidden: [N, H] and output_weight: [V, H] of any float type, widened to FP32 before the product; ids:
     int64 [N]. Works on chunks of rows whose FP32 logits take at most `logits_bytes` (at least one row);
-    when there are several, backward computes each chunk's logits anew. Returns float32 [N] twice; the
-    entropy (in nats) carries no gradient. Raises ValueError unless the temperature is positive and finite.
+    when there are several, backward computes each chunk's logits anew. The entropy carries a gradient only
+    with `entropy_gradient`. Raises ValueError unless the temperature is positive and finite and top_p in (0, 1].
     """
     if not 0 < temperature < float("inf"):
         raise ValueError(f"temperature must be positive and finite, got {temperature}")
+    if not 0 < top_p <= 1:
+        raise ValueError(f"top_p must lie in (0, 1], got {top_p}")
     rows = max(1, logits_bytes // (4 * output_weight.shape[0]))
     weight = output_weight.float()
+    settings = (temperature, top_p, entropy_gradient)
     if len(ids) <= rows:
-        return _chunk(hidden, weight, ids, temperature)
+        return _chunk(hidden, weight, ids, *settings)
     chunks = zip(hidden.split(rows), ids.split(rows), strict=True)
     parts = [
-        checkpoint(_chunk, part, weight, wanted, temperature, use_reentrant=False, preserve_rng_state=False)
+        checkpoint(_chunk, part, weight, wanted, *settings, use_reentrant=False, preserve_rng_state=False)
         for part, wanted in chunks
     ]
-    logp, entropy = zip(*parts, strict=True)
-    return torch.cat(logp), torch.cat(entropy)
+    return TokenScores(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
 
 def _chunk(
-    hidden: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, temperature: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    distribution = F.log_softmax(hidden.float() @ weight.T / temperature, dim=-1)
-    with torch.no_grad():
-        entropy = -(distribution.exp() * distribution).sum(-1)
-    return distribution.gather(1, ids.unsqueeze(1)).squeeze(1), entropy
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    ids: torch.Tensor,
+    temperature: float,
+    top_p: float,
+    entropy_gradient: bool,
+) -> TokenScores:
+    return score_logits(hidden.float() @ weight.T / temperature, ids, top_p, entropy_gradient)
+
+
+def score_logits(
+    logits: torch.Tensor, ids: torch.Tensor, top_p: float, entropy_gradient: bool = False
+) -> TokenScores:
+    """Scores of ids int64 [N] under logits [N, V], already divided by the temperature, of any float type."""
+    outside = torch.zeros_like(ids, dtype=torch.bool)
+    kept = None
+    if top_p < 1:
+        kept = nucleus(logits.detach(), top_p)
+        outside = ~kept.gather(1, ids.unsqueeze(1)).squeeze(1)
+        kept.scatter_(1, ids.unsqueeze(1), True)
+        logits = logits.masked_fill(~kept, -torch.inf)
+    distribution = F.log_softmax(logits, dim=-1)
+    with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
+        # 0 in place of -inf where the probability is 0: their product must be 0.
+        surprise = distribution if kept is None else distribution.masked_fill(~kept, 0.0)
+        entropy = -(distribution.exp() * surprise).sum(-1)
+    return TokenScores(distribution.gather(1, ids.unsqueeze(1)).squeeze(1), entropy, outside)
+
+
+def nucleus(logits: torch.Tensor, top_p: float) -> torch.Tensor:
+    """bool like logits [N, V]: the likeliest tokens of each row whose probability first reaches top_p.
+
+    As vLLM does it: from the least likely on, tokens are left out while their probabilities sum to no more than
+    1 - top_p; the likeliest always stays.
+    """
+    ascending, order = logits.sort(dim=-1)  # among equals, this very sort decides for the sampler, too
+    left_out = ascending.softmax(-1).cumsum(-1) <= 1 - ascending.new_tensor(top_p)
+    left_out[:, -1] = False
+    return torch.zeros_like(left_out).scatter_(-1, order, ~left_out)

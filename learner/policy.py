@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,12 +15,12 @@ from kernels.guard import check_guards
 from kernels.precision_map import PrecisionMap
 from kernels.report import EngineReport
 from learner import checkpoint, convert
-from learner.batch import TrainBatch, check_sequences, cut
+from learner.batch import Totals, TrainBatch, check_sequences, cut
 from learner.config import LearnerConfig, ObjectiveConfig
 from learner.families.architecture import Architecture
 from learner.families.registry import family_of
 from learner.folders import carry_from, read_config, read_state, write_model
-from learner.logprobs import token_logprobs
+from learner.logprobs import TokenScores, token_scores
 from learner.mapping import is_expert, rules
 from learner.model import PolicyModel
 from learner.objective import negative_log_likelihood, policy_loss
@@ -30,13 +30,20 @@ from learner.runtime import deterministic, start
 
 @dataclass(frozen=True, eq=False)
 class Scores:
-    """float32 [B, S] on the CPU; position t belongs to token t; zero where the loss mask is False.
+    """[B, S] on the CPU; position t belongs to token t; zero, or False, where the loss mask is False.
 
-    entropy is that of the distribution from which token t was drawn, in nats.
+    logp: float32, natural logarithm. entropy: float32, in nats, of the distribution from which token t was drawn.
+    outside_nucleus: bool, whether the learner would not have drawn token t under top-p (see `learner.logprobs`).
     """
 
     logp: torch.Tensor
     entropy: torch.Tensor
+    outside_nucleus: torch.Tensor
+
+
+LossOf = Callable[
+    [TrainBatch, torch.Tensor, torch.Tensor, Totals], tuple[torch.Tensor, dict[str, torch.Tensor]]
+]
 
 
 class Policy:
@@ -44,9 +51,9 @@ class Policy:
 
     model_dir: a Hugging Face folder of a supported family. seed: of torch's generator in this process.
 
-    Log-probabilities are FP32 and of the distribution softmax(logits / temperature). The same calls on the
-    same machine give the same bits. Loss and gradient do not depend on how a batch is cut into
-    micro-batches, up to the rounding of FP32 sums.
+    Log-probabilities are FP32 and of the distribution softmax(logits / temperature), cut to its nucleus by
+    top_p. The same calls on the same machine give the same bits. Loss and gradient do not depend on how a
+    batch is cut into micro-batches, up to the rounding of FP32 sums.
 
     Raises FileNotFoundError for a folder without a model, and ValueError for a model that this package
     cannot hold, for weights that do not fit it, and for a precision map that does not fit it.
@@ -76,7 +83,12 @@ class Policy:
         self.optimizer = Optimizer(self.model.named_parameters(), config)
 
     def score(
-        self, tokens: torch.Tensor, lengths: torch.Tensor, loss_mask: torch.Tensor, temperature: float
+        self,
+        tokens: torch.Tensor,
+        lengths: torch.Tensor,
+        loss_mask: torch.Tensor,
+        temperature: float,
+        top_p: float = 1.0,
     ) -> Scores:
         """Log-probabilities and entropies at the tokens in `loss_mask`.
 
@@ -87,32 +99,40 @@ class Policy:
         self._check_sequences(tokens, lengths, loss_mask)
         logp = torch.zeros(tokens.shape, dtype=torch.float32)
         entropy = torch.zeros_like(logp)
+        outside = torch.zeros_like(loss_mask)
         with torch.no_grad(), deterministic(), self._guarded():
             for rows in cut(lengths, self.config.micro_batch_tokens):
                 width = int(lengths[rows].max())
                 parts = (tokens[rows, :width].to(self.device), loss_mask[rows, :width].to(self.device))
-                scored = self._logprobs(*parts, temperature)
-                logp[rows, :width], entropy[rows, :width] = (part.cpu() for part in scored)
-        return Scores(logp, entropy)
+                scored = self._token_scores(*parts, temperature, top_p)
+                for whole, part in zip((logp, entropy, outside), scored, strict=True):
+                    whole[rows, :width] = part.cpu()
+        return Scores(logp, entropy, outside)
 
-    def update(self, batch: TrainBatch, objective: ObjectiveConfig, temperature: float) -> dict[str, float]:
+    def update(
+        self, batch: TrainBatch, objective: ObjectiveConfig, temperature: float, top_p: float = 1.0
+    ) -> dict[str, float]:
         """One optimiser step over the whole mini-batch, with the clipped objective of `learner.objective`.
 
-        temperature: that of the distribution from which the tokens were sampled. Returns `loss`,
+        temperature, top_p: those with which the tokens were sampled. Returns `loss`,
         `grad_norm` (before clipping), `lr`, `tokens`, and means over the tokens in the loss mask: `entropy`
-        and what `policy_loss` sums. Raises ValueError for a batch without response tokens and when a value
-        that is not finite reaches a quantiser, FloatingPointError when an input, a log-probability, the loss
-        or the gradient is not finite; no weight has changed then.
+        and what `policy_loss` sums. Raises ValueError for a batch without response tokens or without what the
+        objective needs, for an objective with a critic, and when a value that is not finite reaches a quantiser;
+        FloatingPointError when an input, a log-probability, the loss or the gradient is not finite; no weight has
+        changed then.
         """
+        if objective.critic is not None:
+            raise ValueError("objective.critic is set, and this learner has no value function")
         _check_finite_inputs(batch)
 
         def loss(
-            part: TrainBatch, logp: torch.Tensor, count: int
+            part: TrainBatch, logp: torch.Tensor, entropy: torch.Tensor, totals: Totals
         ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-            inputs = (part.old_logp, part.sampler_logp, part.advantages, part.loss_mask)
-            return policy_loss(logp, *inputs, count, objective)
+            return policy_loss(part, logp, entropy, totals, objective)
 
-        return self._step(batch, temperature, loss)
+        return self._step(
+            batch, loss, temperature, top_p, entropy_gradient=objective.entropy_coefficient != 0
+        )
 
     def supervised_step(
         self, tokens: torch.Tensor, lengths: torch.Tensor, loss_mask: torch.Tensor, lr: float | None = None
@@ -126,11 +146,11 @@ class Policy:
         batch = TrainBatch(tokens, lengths, loss_mask, unused, unused, unused[:, 0])
 
         def loss(
-            part: TrainBatch, logp: torch.Tensor, count: int
+            part: TrainBatch, logp: torch.Tensor, entropy: torch.Tensor, totals: Totals
         ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-            return negative_log_likelihood(logp, part.loss_mask, count), {}
+            return negative_log_likelihood(logp, part.loss_mask, totals.tokens), {}
 
-        return self._step(batch, 1.0, loss, lr)["loss"]
+        return self._step(batch, loss, lr=lr)["loss"]
 
     def export(self, precision_map: PrecisionMap | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         """Every weight by the name under which it travels to a sampler.
@@ -183,32 +203,36 @@ class Policy:
     def _step(
         self,
         batch: TrainBatch,
-        temperature: float,
-        loss_of: Callable[[TrainBatch, torch.Tensor, int], tuple[torch.Tensor, dict[str, torch.Tensor]]],
+        loss_of: LossOf,
+        temperature: float = 1.0,
+        top_p: float = 1.0,
         lr: float | None = None,
+        entropy_gradient: bool = False,
     ) -> dict[str, float]:
         self._check_sequences(batch.tokens, batch.lengths, batch.loss_mask)
-        count = batch.response_tokens
-        if count == 0:
+        totals = batch.totals
+        if totals.tokens == 0:
             raise ValueError("the batch has no token in its loss mask")
-        totals: defaultdict[str, float] = defaultdict(float)
+        metrics: defaultdict[str, float] = defaultdict(float)
         self.optimizer.zero_grad()
         with deterministic():
             with self._guarded():
                 for part in batch.micro_batches(self.config.micro_batch_tokens):
                     part = part.to(self.device)
-                    logp, entropy = self._logprobs(part.tokens, part.loss_mask, temperature)
-                    loss, sums = loss_of(part, logp, count)
+                    scored = self._token_scores(
+                        part.tokens, part.loss_mask, temperature, top_p, entropy_gradient
+                    )
+                    loss, sums = loss_of(part, scored.logp, scored.entropy, totals)
                     if not torch.isfinite(loss):
                         raise FloatingPointError(
                             f"the loss of a micro-batch is {loss.item()}; no weight was changed"
                         )
                     loss.backward()
-                    totals["loss"] += loss.item()
-                    for name, value in (sums | {"entropy": entropy.sum()}).items():
-                        totals[name] += value.item() / count
+                    metrics["loss"] += loss.item()
+                    for name, value in (sums | {"entropy": scored.entropy.sum()}).items():
+                        metrics[name] += value.item() / totals.tokens
             grad_norm, used_lr = self.optimizer.step(lr)
-        return {**totals, "grad_norm": grad_norm, "lr": used_lr, "tokens": float(count)}
+        return {**metrics, "grad_norm": grad_norm, "lr": used_lr, "tokens": float(totals.tokens)}
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:
@@ -220,23 +244,32 @@ class Policy:
         finally:
             check_guards(experts.guard for experts in self.model.experts())
 
-    def _logprobs(
-        self, tokens: torch.Tensor, mask: torch.Tensor, temperature: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probabilities and entropies [B, S], zero outside the mask. Logits exist at masked-in tokens
-        only.
-        """
+    def _token_scores(
+        self,
+        tokens: torch.Tensor,
+        mask: torch.Tensor,
+        temperature: float,
+        top_p: float,
+        entropy_gradient: bool = False,
+    ) -> TokenScores:
+        """Scores [B, S], zero outside the mask. Logits exist at masked-in tokens only."""
         rows, positions = mask.nonzero(as_tuple=True)
         hidden = self.model.hidden_states(tokens)[positions - 1, rows]
-        wanted = tokens[rows, positions]
-        logp, entropy = token_logprobs(
-            hidden, self.model.output_weight, wanted, temperature, self.config.logits_bytes
+        scored = token_scores(
+            hidden,
+            self.model.output_weight,
+            tokens[rows, positions],
+            temperature=temperature,
+            top_p=top_p,
+            logits_bytes=self.config.logits_bytes,
+            entropy_gradient=entropy_gradient,
         )
-        bad = int((~torch.isfinite(logp)).sum())
+        bad = int((~torch.isfinite(scored.logp)).sum())
         if bad:
-            raise FloatingPointError(f"{bad} of {len(logp)} log-probabilities are not finite")
-        zeros = torch.zeros(mask.shape, dtype=torch.float32, device=mask.device)
-        return zeros.index_put((rows, positions), logp), zeros.index_put((rows, positions), entropy)
+            raise FloatingPointError(f"{bad} of {len(scored.logp)} log-probabilities are not finite")
+        return TokenScores(
+            *(part.new_zeros(mask.shape).index_put((rows, positions), part) for part in scored)
+        )
 
     def _check_sequences(self, tokens: torch.Tensor, lengths: torch.Tensor, mask: torch.Tensor) -> None:
         check_sequences(tokens, lengths, mask)
@@ -276,12 +309,10 @@ def _check_precision_map(precision_map: PrecisionMap, architecture: Architecture
 
 
 def _check_finite_inputs(batch: TrainBatch) -> None:
-    parts: Iterable[tuple[str, torch.Tensor]] = (
-        ("old_logp", batch.old_logp[batch.loss_mask]),
-        ("sampler_logp", batch.sampler_logp[batch.loss_mask]),
-        ("advantages", batch.advantages),
-    )
-    for name, values in parts:
+    for name in ("old_logp", "sampler_logp", "advantages", "reference_logp"):
+        if getattr(batch, name) is None:
+            continue
+        values = batch.in_loss(name)
         bad = int((~torch.isfinite(values)).sum())
         if bad:
             raise FloatingPointError(f"{bad} of {values.numel()} values of {name} in the loss are not finite")

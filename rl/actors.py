@@ -57,11 +57,14 @@ class LearnerActor(Actor):
     def report(self) -> EngineReport:
         return self.policy.report()
 
-    def score(self, sequences: Sequences, temperature: float) -> Scores:
-        return self.policy.score(sequences.tokens, sequences.lengths, sequences.loss_mask, temperature)
+    def score(self, sequences: Sequences, temperature: float, top_p: float) -> Scores:
+        parts = (sequences.tokens, sequences.lengths, sequences.loss_mask)
+        return self.policy.score(*parts, temperature, top_p)
 
-    def update(self, batch: TrainBatch, objective: ObjectiveConfig, temperature: float) -> dict[str, float]:
-        return self.policy.update(batch, objective, temperature)
+    def update(
+        self, batch: TrainBatch, objective: ObjectiveConfig, temperature: float, top_p: float
+    ) -> dict[str, float]:
+        return self.policy.update(batch, objective, temperature, top_p)
 
     def supervised_step(
         self, tokens: torch.Tensor, lengths: torch.Tensor, loss_mask: torch.Tensor, lr: float

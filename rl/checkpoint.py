@@ -41,6 +41,11 @@ class Checkpoint:
     step: int
     state: dict[str, Any]
 
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 over the names and contents of its files."""
+        return (self.path / _MARKER).read_text()
+
 
 class _Broken(Exception):
     """Why a folder is not a complete checkpoint."""
@@ -87,17 +92,27 @@ class CheckpointStore:
 
         Broken ones are skipped with a warning. Changes nothing on disk.
         """
-        for step, path in sorted(self._folders(), reverse=True):
-            try:
-                _verify(path, step, contents=True)
-                return Checkpoint(path, step, json.loads((path / _STATE).read_bytes()))
-            except _Broken as reason:
-                log.warning("checkpoint %s is skipped: %s", path, reason)
+        verified = (self._verified(path, step) for step, path in sorted(self._folders(), reverse=True))
+        return next((checkpoint for checkpoint in verified if checkpoint), None)
+
+    def complete(self, step: int) -> Checkpoint | None:
+        """The checkpoint of `step`, every checksum verified; None, with a warning that says why, if it is not whole."""
+        for found, path in self._folders():
+            if found == step:
+                return self._verified(path, step)
         return None
 
     def steps(self) -> list[int]:
         """Steps of the checkpoints in place, ascending, by their sizes complete (contents are not read)."""
         return [step for step, path in sorted(self._folders()) if _has_all_files(path, step)]
+
+    def _verified(self, path: Path, step: int) -> Checkpoint | None:
+        try:
+            _verify(path, step, contents=True)
+            return Checkpoint(path, step, json.loads((path / _STATE).read_bytes()))
+        except _Broken as reason:
+            log.warning("checkpoint %s is skipped: %s", path, reason)
+            return None
 
     def _put_in_place(self, scratch: Path, step: int) -> Path:
         path = self.folder / f"step_{step:06d}"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import MISSING, asdict, fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import yaml
 from hydra import compose, initialize_config_dir
@@ -35,6 +35,11 @@ from rl.config import (
 )
 from rl.errors import ConfigError
 from sampler.config import SamplerConfig
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+T = TypeVar("T")
 
 CONFIG_DIR = Path(__file__).resolve().parent.parent / "configs"
 
@@ -64,27 +69,41 @@ def load_config(overrides: list[str]) -> Config:
     if not any(item.startswith(("+recipe=", "data=")) for item in overrides):
         raise ConfigError(f"name what to run: +recipe=NAME, one of {', '.join(recipes())}")
     _register_defaults()
+    return check_config(_composed("config", overrides))
+
+
+def compose_defaults(name: str, cls: type[T], overrides: list[str]) -> T:
+    """A configuration without groups: the defaults of the dataclass `cls`, changed by `overrides` (Hydra syntax).
+
+    Raises ConfigError as `load_config` does.
+    """
+    ConfigStore.instance().store(name=name, node=_default_values(cls))
+    return _checked(cls, _composed(name, overrides))
+
+
+def _composed(name: str, overrides: list[str]) -> Any:
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
-            composed = OmegaConf.to_container(
-                compose("config", overrides), resolve=True, throw_on_missing=True
-            )
+            return OmegaConf.to_container(compose(name, overrides), resolve=True, throw_on_missing=True)
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(_first_line(error)) from error
-    return check_config(composed)
 
 
 def check_config(values: Any) -> Config:
     """Nested plain mappings (from YAML) -> `Config`. Raises ConfigError naming every wrong key."""
+    return _checked(Config, values)
+
+
+def _checked(cls: type[T], values: Any) -> T:
     try:
-        return TypeAdapter(Config).validate_python(values)
+        return TypeAdapter(cls).validate_python(values)
     except ValidationError as error:
         raise ConfigError("; ".join(_describe(detail) for detail in error.errors())) from error
 
 
-def to_yaml(config: Config) -> str:
-    """The resolved configuration as YAML text; `check_config(yaml.safe_load(text))` gives `config` back."""
+def to_yaml(config: DataclassInstance) -> str:
+    """The resolved configuration as YAML text; `check_config(yaml.safe_load(text))` gives a `Config` back."""
     return yaml.safe_dump(asdict(config), sort_keys=False)
 
 
@@ -125,8 +144,17 @@ def _default_values(cls: Any) -> dict[str, Any]:
             value = spec.default_factory()
         else:
             value = "???"
-        values[spec.name] = asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
-    return {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
+        values[spec.name] = _plain(value)
+    return values
+
+
+def _plain(value: Any) -> Any:
+    """`value` in the types that YAML has."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return _plain(asdict(value))
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    return list(value) if isinstance(value, tuple) else value
 
 
 def _flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -7,11 +7,13 @@ data, stand in `rl.validate`.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import inf
 from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
 
 from learner.config import LearnerConfig, ObjectiveConfig
+from rl.evaluation.benchmarks import BENCHMARKS
 from sampler.config import SamplerConfig, SamplingConfig
 
 Plain = str | int | float | bool
@@ -107,27 +109,78 @@ class SpecConfig:
 
 
 @dataclass(frozen=True)
+class ShapingConfig:
+    """From raw task outcomes to the rewards that are learned from; see `rl.shaping`."""
+
+    overlong_buffer: int = 0  # last tokens before the limit, over which the penalty on length rises; 0: none
+    overlong_factor: float = 1.0  # penalty at the limit
+    truncated: Literal["keep", "mask"] = (
+        "keep"  # learn from truncated responses, or leave them out of the loss
+    )
+    truncated_reward: float | None = None  # of a truncated response, whatever it says; None: its own
+
+    def __post_init__(self) -> None:
+        _require(
+            self.truncated_reward is None or -inf < self.truncated_reward < inf,
+            "algorithm.shaping.truncated_reward",
+            self.truncated_reward,
+            "finite",
+        )
+        for key in ("overlong_buffer", "overlong_factor"):
+            _require(getattr(self, key) >= 0, f"algorithm.shaping.{key}", getattr(self, key), "0 or more")
+
+
+@dataclass(frozen=True)
+class AdvantageConfig:
+    """How advantages come from rewards; see `rl.advantages`. gamma and lam concern gae, which needs a critic."""
+
+    estimator: Literal["grpo", "dr_grpo", "leave_one_out", "gae"] = "grpo"
+    whiten: bool = False  # to mean 0 and standard deviation 1 over the response tokens of an iteration
+    gamma: float = 1.0
+    lam: float = 1.0
+
+    def __post_init__(self) -> None:
+        for key in ("gamma", "lam"):
+            value = getattr(self, key)
+            _require(0 <= value <= 1, f"algorithm.advantage.{key}", value, "between 0 and 1")
+
+
+@dataclass(frozen=True)
 class AlgorithmConfig:
-    """DAPO (arXiv 2503.14476): groups, dynamic sampling, and how a batch is cut into updates."""
+    """Groups, dynamic sampling, rewards, advantages, and how a batch is cut into updates.
+
+    The defaults are DAPO's (arXiv 2503.14476) but for the overlong penalty and the sizes; presets stand in
+    configs/algorithm.
+    """
 
     prompts_per_iteration: int = 16
+    prompts_per_round: int | None = None  # drawn in one round of sampling; None: prompts_per_iteration
     group_size: int = 8
     updates_per_iteration: int = 1
     dynamic_sampling: bool = True
     max_rounds: int = 10
     min_groups: int | None = None  # groups that suffice when the rounds are used up; None: all of them
+    shaping: ShapingConfig = field(default_factory=ShapingConfig)
+    advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
 
     def __post_init__(self) -> None:
+        relative = self.dynamic_sampling or self.advantage.estimator != "gae"
         _require(
-            self.group_size >= 2,
+            self.group_size >= (2 if relative else 1),
             "algorithm.group_size",
             self.group_size,
-            "at least 2: advantages are relative",
+            "at least 2: advantages, and dynamic sampling, compare responses" if relative else "at least 1",
         )
         for key in ("prompts_per_iteration", "updates_per_iteration", "max_rounds"):
             _require(getattr(self, key) >= 1, f"algorithm.{key}", getattr(self, key), "at least 1")
+        _require(
+            self.prompts_per_round is None or self.prompts_per_round >= 1,
+            "algorithm.prompts_per_round",
+            self.prompts_per_round,
+            "at least 1",
+        )
         _require(
             self.min_groups is None
             or self.updates_per_iteration <= self.min_groups <= self.prompts_per_iteration,
@@ -141,6 +194,23 @@ class AlgorithmConfig:
             self.updates_per_iteration,
             f"must divide algorithm.prompts_per_iteration={self.prompts_per_iteration}",
         )
+        _require(
+            self.shaping.overlong_buffer <= self.sampling.max_tokens,
+            "algorithm.shaping.overlong_buffer",
+            self.shaping.overlong_buffer,
+            f"at most algorithm.sampling.max_tokens={self.sampling.max_tokens}",
+        )
+        _require(
+            (self.advantage.estimator == "gae") == (self.objective.critic is not None),
+            "algorithm.advantage.estimator",
+            self.advantage.estimator,
+            "gae and algorithm.objective.critic need each other",
+        )
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the log-probabilities of the reference policy are needed."""
+        return self.objective.kl.coefficient > 0
 
 
 @dataclass(frozen=True)
@@ -165,6 +235,15 @@ class SumsData:
 
 
 @dataclass(frozen=True)
+class BenchmarkProblems:
+    """Where the problems of a benchmark stand, for comparison with training problems: file or hub name, column."""
+
+    path: str
+    split: str = "test"
+    column: str = "problem"
+
+
+@dataclass(frozen=True)
 class FileData:
     """Problems from a JSONL or Parquet file or a hub data set; see `rl.data.files`."""
 
@@ -175,12 +254,17 @@ class FileData:
     held_out_split: str = "test"
     held_out: int = 32
     prompt_column: str = "problem"
-    answer_column: str = "answer"
+    answer_column: str | tuple[str, ...] = "answer"
     id_column: str | None = "id"
     answer_marker: str | None = None
+    answer_parser: str | None = None
+    unwrap: str | None = None
     template: str = "{problem}"
     chat: bool = True
-    repeated: Literal["error", "drop"] = "error"
+    repeated: Literal["error", "drop", "drop_similar"] = "error"
+    language: Literal["any", "en", "zh"] = "any"
+    benchmarks: dict[str, BenchmarkProblems] = field(default_factory=dict)
+    overlap: Literal["report", "drop"] = "report"
     overlong: Literal["error", "drop"] = "error"
 
 
@@ -193,25 +277,48 @@ class RewardConfig:
 
     function: str = "arithmetic"
     parser: str | None = None
+    wrong: float = 0.0  # what a wrong answer is worth, of the built-in rewards; a right one is worth 1
     timeout_s: float = 10.0
     workers: int = 1
 
     def __post_init__(self) -> None:
+        _require(
+            -inf < self.wrong < 1,
+            "reward.wrong",
+            self.wrong,
+            "finite and less than 1, a right answer's value",
+        )
         _require(self.timeout_s > 0, "reward.timeout_s", self.timeout_s, "more than 0 seconds")
         _require(self.workers >= 1, "reward.workers", self.workers, "at least 1")
 
 
 @dataclass(frozen=True)
 class EvaluationConfig:
-    """Held-out problems: every `every` iterations (and first and last), `samples` answers each."""
+    """Held-out problems: every `every` iterations (and first and last), `samples` answers each.
+
+    benchmarks: names of `rl.evaluation.benchmarks`, answered every `benchmarks_every` iterations (None: whenever the
+    held-out problems are). data_dir, problems: as in `rl.evaluation.config`. protocol: benchmark -> fields of its
+    protocol that differ from the default.
+    """
 
     every: int = 10
     samples: int = 1
     temperature: float = 1.0
+    benchmarks: tuple[str, ...] = ()
+    benchmarks_every: int | None = None
+    data_dir: str | None = None
+    problems: int | None = None
+    protocol: dict[str, dict[str, str | int | float | bool | None]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         _require(self.every >= 1, "evaluation.every", self.every, "at least 1")
         _require(self.samples >= 1, "evaluation.samples", self.samples, "at least 1")
+        for key in ("benchmarks_every", "problems"):
+            value = getattr(self, key)
+            _require(value is None or value >= 1, f"evaluation.{key}", value, "at least 1")
+        for key in ("benchmarks", "protocol"):
+            for name in getattr(self, key):
+                _require(name in BENCHMARKS, f"evaluation.{key}", name, f"one of {', '.join(BENCHMARKS)}")
 
 
 @dataclass(frozen=True)

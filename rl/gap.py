@@ -32,9 +32,8 @@ def gap_statistics(
     gap/mean: mean of d. gap/abs_mean: mean of |d|. gap/p50, gap/p90, gap/p99, gap/p999, gap/max: quantiles of
     |d|, exact, by sorting, linear between neighbours (`numpy.quantile`).
 
-    gap/beyond_clip: share of tokens whose ratio exp(d) alone lies outside [1 - clip_low, 1 + clip_high].
-    gap/tis_clipped: share of tokens whose ratio is more than tis_cap; 0 when that is None. The three bounds
-    are those of `objective`.
+    gap/beyond_clip: share of tokens whose ratio exp(d) alone lies outside [1 - clip_low, 1 + clip_high],
+    the bounds of `objective`.
 
     gap/ratio_mean: mean ratio; its expectation is 1. gap/k3: mean of exp(d) - 1 - d, the k3 estimate of
     KL(sampler || learner) (Schulman 2020, "Approximating KL Divergence"). gap/ess: effective sample size of
@@ -60,7 +59,6 @@ def gap_statistics(
         "gap/ratio_mean": ratio.mean(),
         "gap/k3": (np.expm1(bounded) - bounded).mean(),
         "gap/ess": ratio.sum() ** 2 / (ratio.size * np.square(ratio).sum()),
-        "gap/tis_clipped": 0.0 if objective.tis_cap is None else (ratio > objective.tis_cap).mean(),
     }
     return {name: float(value) for name, value in statistics.items()}
 

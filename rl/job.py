@@ -18,7 +18,10 @@ from rl.cluster import Remote, local_cluster, start_actor, stop_actor, wait
 from rl.compose import to_yaml
 from rl.config import Config
 from rl.data.prompts import Prompt
+from rl.data.summary import summary
 from rl.errors import ConfigError, DataError
+from rl.evaluation.during_training import benchmark_metrics, training_exams
+from rl.evaluation.exams import Exam
 from rl.models import cached_folder, folder_digest, initial_model, model_architecture
 from rl.records.logger import RunLogger
 from rl.records.provenance import record_engines, record_launch
@@ -39,12 +42,15 @@ from sampler.model_check import check_model
 log = logging.getLogger(__name__)
 
 _LEARNER = "learner"  # its folder in a checkpoint
+_DATA = "data"  # what the driver's state in a checkpoint says of the data
 _BEFORE_THE_FIRST_STEP = -1  # where a run goes on that was stopped before its first checkpoint
 
 
 @dataclass(frozen=True)
 class Job:
-    """What the driver works with. `restored` is the driver's state in the checkpoint, empty for a new run."""
+    """What the driver works with. `restored` is the driver's state in the checkpoint, empty for a new run; `reference`
+    is the policy that the run started from, where the objective asks for one.
+    """
 
     config: Config
     task: Task
@@ -57,6 +63,8 @@ class Job:
     view: RunView
     checkpoints: CheckpointStore
     restored: dict[str, Any]
+    reference: Remote | None = None
+    exams: Sequence[Exam] = ()
 
     def generate(
         self, prompts: Sequence[Prompt], samples: int, purpose: str, sampling: SamplingConfig
@@ -92,6 +100,17 @@ class Job:
             for prompt, own in zip(prompts, responses, strict=True)
         ]
 
+    def answer_benchmarks(self) -> dict[str, float]:
+        """The results of `evaluation.benchmarks` with the weights that the sampler holds."""
+        reward = self.config.reward
+        return benchmark_metrics(
+            self.exams,
+            self.samplers[0].generate,
+            seed=self.config.run.seed,
+            workers=reward.workers,
+            timeout_s=reward.timeout_s,
+        )
+
     def record(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write the metrics of a step to metrics.jsonl, W&B and the terminal."""
         memory = {
@@ -104,9 +123,10 @@ class Job:
         self.view.step(step, {**metrics, **memory})
 
     def save(self, step: int, state: dict[str, Any]) -> None:
-        """Write a checkpoint: the learner's state and the driver's."""
+        """Write a checkpoint: the learner's state and the driver's, whose data cursor is state["position"]."""
         started = time.perf_counter()
         self.view.stage("checkpoint")
+        state = state | {_DATA: self.task.prompts.bookmark(state["position"])}
         self.checkpoints.save(step, lambda folder: self.learner.checkpoint(folder / _LEARNER), state)
         self.logger.log(step, {"time/checkpoint": time.perf_counter() - started})
 
@@ -129,13 +149,14 @@ class Plan:
     sampler_map: PrecisionMap
     reward: Reward
     resumed: tuple[RunFolder, Checkpoint | None] | None
+    exams: tuple[Exam, ...]
 
 
 def make_plan(config: Config) -> Plan:
     """Check everything that can be checked before an engine starts. Raises UserError."""
     resumed = _resumed_run(config)
     source = problem_source(config.data, config.run.seed)
-    reward = load_reward(config.reward.function, config.reward.parser)
+    reward = load_reward(config.reward.function, config.reward.parser, config.reward.wrong)
     cache = Path(config.run.cache_dir)
     model = initial_model(config.model, own_tokenizer(source, cache), config.run.seed, cache)
     architecture = model_architecture(model)
@@ -145,7 +166,11 @@ def make_plan(config: Config) -> Plan:
         check_model(model, sampler_map, config.sampler)
     except ValueError as error:
         raise DataError(f"model: {error}") from error
-    return Plan(config, Task(config, source, model), model, learner_map, sampler_map, reward, resumed)
+    task = Task(config, source, model)
+    if resumed and resumed[1]:
+        task.prompts.check_bookmark(resumed[1].state.get(_DATA, {}))
+    exams = training_exams(config, task.tokenizer)
+    return Plan(config, task, model, learner_map, sampler_map, reward, resumed, exams)
 
 
 @contextmanager
@@ -167,16 +192,21 @@ def open_job(plan: Plan) -> Iterator[Job]:
         record_launch(folder, resumed_at)
         view = stack.enter_context(open_view(record.view, folder.title, config.run.iterations))
         stack.enter_context(_log_to(folder, view))
+        for line in summary(plan.task.prompts.describe()):
+            view.message(line)
+            log.info("%s", line)
         rewards = RewardPool(
             plan.reward, config.reward.workers, config.reward.timeout_s, log=folder.path / "rewards.log"
         )
         stack.enter_context(rewards)
         stack.enter_context(local_cluster(config.run.object_store_mib))
-        learner, samplers, weight_sync = _start_engines(plan, folder, view)
+        learner, samplers, weight_sync, reference = _start_engines(plan, folder, view)
         if checkpoint:
             learner.restore(checkpoint.path / _LEARNER)
         checkpoints = CheckpointStore(folder.checkpoints, config.run.keep_checkpoints)
-        restored = checkpoint.state if checkpoint else {}
+        restored = (
+            {key: value for key, value in checkpoint.state.items() if key != _DATA} if checkpoint else {}
+        )
         job = Job(
             config,
             plan.task,
@@ -189,6 +219,8 @@ def open_job(plan: Plan) -> Iterator[Job]:
             view,
             checkpoints,
             restored,
+            reference,
+            plan.exams,
         )
         reports = job.engine_reports()
         record_engines(folder, reports)
@@ -246,8 +278,10 @@ def _log_to(folder: RunFolder, view: RunView) -> Iterator[None]:
         file.close()
 
 
-def _start_engines(plan: Plan, folder: RunFolder, view: RunView) -> tuple[Remote, list[Remote], Remote]:
-    """Learner, samplers and weight sync, after a warm start where one is asked for."""
+def _start_engines(
+    plan: Plan, folder: RunFolder, view: RunView
+) -> tuple[Remote, list[Remote], Remote, Remote | None]:
+    """Learner, samplers, weight sync and reference policy, after a warm start where one is asked for."""
     config = plan.config
     model = _warm_model(plan, folder, view)
     view.message("starting vLLM (sampler) and Megatron-core (learner)")
@@ -261,13 +295,18 @@ def _start_engines(plan: Plan, folder: RunFolder, view: RunView) -> tuple[Remote
     weight_sync = start_actor(
         WeightSyncActor, "weight_sync", 1, sync_log, learner, [sampler], plan.sampler_map
     )
-    return learner, [sampler], weight_sync
+    reference = None
+    if config.algorithm.needs_reference:
+        reference = _start_learner(plan, model, plan.learner_map, folder, "reference")
+    return learner, [sampler], weight_sync, reference
 
 
-def _start_learner(plan: Plan, model: Path, precision_map: PrecisionMap, folder: RunFolder) -> Remote:
-    config, log_file = plan.config, folder.path / "learner.log"
+def _start_learner(
+    plan: Plan, model: Path, precision_map: PrecisionMap, folder: RunFolder, name: str = "learner"
+) -> Remote:
+    config, log_file = plan.config, folder.path / f"{name}.log"
     arguments = (model, precision_map, config.learner, config.run.seed)
-    return start_actor(LearnerActor, "learner", config.learner.threads, log_file, *arguments)
+    return start_actor(LearnerActor, name, config.learner.threads, log_file, *arguments)
 
 
 def _warm_model(plan: Plan, folder: RunFolder, view: RunView) -> Path:

@@ -1,19 +1,26 @@
-"""The driver: DAPO (arXiv 2503.14476) with truncated importance sampling, one iteration after another."""
+"""The driver: group-relative or critic-based policy optimisation, one iteration after another.
+
+What an iteration learns from its responses is in `rl.training_batch`, the loss in `learner.objective`.
+"""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 
 from learner.batch import TrainBatch
-from rl.advantages import group_advantages
 from rl.gap import gap_statistics
 from rl.groups import AllSolved, GroupBuffer, TooFewGroups
 from rl.job import Job
 from rl.metrics import reduce
 from rl.rollout import Group, Sequences, response_statistics, to_sequences
 from rl.stages import Stages
+from rl.training_batch import mini_batches, training_batch
+
+if TYPE_CHECKING:
+    from learner.policy import Scores
 
 Metrics = dict[str, float]
 
@@ -37,7 +44,7 @@ def train(job: Job) -> None:
     progress = Progress(**job.restored)
     job.weight_sync.sync(progress.version)
     if progress.iteration == 0:
-        job.record(0, evaluate(job))
+        job.record(0, evaluate(job) | job.answer_benchmarks())
     while progress.iteration < run.iterations:
         stages = Stages(job.view.stage)
         try:
@@ -49,6 +56,9 @@ def train(job: Job) -> None:
         if last or progress.iteration % evaluation.every == 0:
             with stages("evaluate"):
                 metrics |= evaluate(job)
+        if last or progress.iteration % (evaluation.benchmarks_every or evaluation.every) == 0:
+            with stages("evaluate"):
+                metrics |= job.answer_benchmarks()
         job.record(progress.iteration, metrics | stages.metrics(metrics["tokens/generated"]))
         if last or progress.iteration % run.checkpoint_every == 0:
             job.save(progress.iteration, asdict(progress))
@@ -71,11 +81,15 @@ def iterate(job: Job, progress: Progress, stages: Stages) -> tuple[Progress, Met
     groups, position, metrics = collect(job, progress.position, stages)
     sequences = to_sequences(groups)
     with stages("score"):
-        scores = job.learner.score(sequences, algorithm.sampling.temperature)
+        scores, reference_logp = score(job, sequences)
     mask = sequences.loss_mask
     metrics |= gap_statistics(scores.logp[mask], sequences.sampler_logp[mask], algorithm.objective)
+    metrics["gap/outside_nucleus"] = scores.outside_nucleus[mask].double().mean().item()
     with stages("update"):
-        metrics |= update(job, sequences, scores.logp, groups)
+        batch, statistics = training_batch(
+            groups, sequences, scores.logp, algorithm, reference_logp=reference_logp
+        )
+        metrics |= statistics | update(job, batch)
     with stages("sync"):
         metrics |= job.weight_sync.sync(progress.version + 1)
     return Progress(progress.iteration + 1, position), metrics | {"version/weights": progress.version}
@@ -94,9 +108,10 @@ def collect(job: Job, position: int, stages: Stages) -> tuple[list[Group], int, 
         max_rounds=algorithm.max_rounds,
         dynamic_sampling=algorithm.dynamic_sampling,
     )
+    round_size = algorithm.prompts_per_round or algorithm.prompts_per_iteration
     drawn: list[Group] = []
     while not buffer.complete:
-        prompts = [job.task.prompts.training(position + n) for n in range(algorithm.prompts_per_iteration)]
+        prompts = [job.task.prompts.training(position + n) for n in range(round_size)]
         position += len(prompts)
         with stages("generate"):
             responses = job.generate(prompts, algorithm.group_size, "train", algorithm.sampling)
@@ -107,16 +122,21 @@ def collect(job: Job, position: int, stages: Stages) -> tuple[list[Group], int, 
     return buffer.kept, position, buffer.metrics() | response_statistics(drawn)
 
 
-def update(job: Job, sequences: Sequences, old_logp: torch.Tensor, groups: list[Group]) -> Metrics:
-    """Group-relative advantages, then one optimiser step for each of `updates_per_iteration` mini-batches."""
+def score(job: Job, sequences: Sequences) -> tuple[Scores, torch.Tensor | None]:
+    """What the learner thinks of the responses before the update, and with a KL penalty the reference policy's logp."""
+    sampling = job.config.algorithm.sampling
+    arguments = (sequences, sampling.temperature, sampling.top_p)
+    scores = job.learner.score(*arguments)
+    return scores, None if job.reference is None else job.reference.score(*arguments).logp
+
+
+def update(job: Job, batch: TrainBatch) -> Metrics:
+    """One optimiser step for each of `updates_per_iteration` mini-batches."""
     algorithm = job.config.algorithm
-    advantages = group_advantages([group.rewards for group in groups]).flatten().float()
-    batch = TrainBatch(
-        sequences.tokens, sequences.lengths, sequences.loss_mask, sequences.sampler_logp, old_logp, advantages
-    )
+    sampling = algorithm.sampling
     steps = [
-        job.learner.update(batch.select(rows), algorithm.objective, algorithm.sampling.temperature)
-        for rows in torch.arange(len(advantages)).chunk(algorithm.updates_per_iteration)
+        job.learner.update(part, algorithm.objective, sampling.temperature, sampling.top_p)
+        for part in mini_batches(batch, algorithm.updates_per_iteration)
     ]
     tokens = [step.pop("tokens") for step in steps]
     policy = {

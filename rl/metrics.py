@@ -14,6 +14,8 @@ from enum import StrEnum
 from numbers import Integral, Real
 from types import MappingProxyType
 
+from rl.evaluation.benchmarks import BENCHMARKS, SPECS
+
 
 class Reducer(StrEnum):
     """How the values of one step become the value of that step."""
@@ -59,6 +61,14 @@ _TABLE: dict[str, list[tuple[str, Reducer, str, str]]] = {
         ("reward/mean", MEAN, "", "mean reward of the sampled responses, before groups are filtered"),
         ("reward/accuracy", MEAN, "share", "sampled responses that are right"),
         ("reward/error_rate", MEAN, "share", "responses whose verifier failed or timed out"),
+        (
+            "reward/trained",
+            MEAN,
+            "",
+            "mean reward in the update: after shaping and a KL penalty in the reward",
+        ),
+        ("reward/overlong_penalty", MEAN, "", "mean penalty on length in the update, zero or less"),
+        ("reward/kl_penalty", MEAN, "", "mean KL penalty that a response of the update pays"),
     ],
     "held_out": [
         ("held_out/reward", MEAN, "", "mean reward on the held-out problems"),
@@ -78,6 +88,7 @@ _TABLE: dict[str, list[tuple[str, Reducer, str, str]]] = {
         ("response/length_mean", MEAN, "tokens", "mean length of the sampled responses"),
         ("response/length_max", MAX, "tokens", "longest sampled response"),
         ("response/truncated", MEAN, "share", "responses cut off at the token limit"),
+        ("response/left_out", MEAN, "share", "responses of the update that are kept out of the loss"),
     ],
     "gap": [
         ("gap/mean", ONCE, "nat", "mean gap"),
@@ -91,10 +102,25 @@ _TABLE: dict[str, list[tuple[str, Reducer, str, str]]] = {
         ("gap/ratio_mean", ONCE, "", "mean importance ratio learner / sampler; 1 when they agree"),
         ("gap/k3", ONCE, "nat", "k3 estimate of KL(sampler || learner)"),
         ("gap/ess", ONCE, "share", "effective sample size of the ratios, as a share of the tokens"),
-        ("gap/tis_clipped", ONCE, "share", "tokens whose importance weight is cut to the TIS cap"),
+        ("gap/outside_nucleus", ONCE, "share", "tokens that the learner would not draw under top-p"),
+    ],
+    "correction": [
+        ("correction/weight_mean", ONCE, "", "mean importance weight of the tokens in the loss"),
+        ("correction/weight_max", ONCE, "", "largest importance weight"),
+        ("correction/ess", ONCE, "share", "effective sample size of the weights, as a share of the tokens"),
+        ("correction/clipped", ONCE, "share", "tokens whose importance weight is cut to the cap"),
+        ("correction/rejected", ONCE, "share", "tokens with weight 0, by whichever rule"),
+        ("correction/token_rejected", ONCE, "share", "tokens whose ratio leaves the token band"),
+        (
+            "correction/sequence_rejected",
+            ONCE,
+            "share",
+            "sequences whose mean ratio leaves the sequence band",
+        ),
+        ("correction/vetoed", ONCE, "share", "sequences with a ratio below the veto"),
     ],
     "policy": [
-        ("policy/loss", TOKEN_MEAN, "", "clipped policy loss, mean over tokens"),
+        ("policy/loss", TOKEN_MEAN, "", "loss of an update; mean over updates weighted by their tokens"),
         ("policy/grad_norm", MEAN, "", "global L2 norm of the gradient before clipping"),
         ("policy/lr", LAST, "", "learning rate of the last update"),
         ("policy/entropy", TOKEN_MEAN, "nat", "entropy of the learner's next-token distribution"),
@@ -112,13 +138,13 @@ _TABLE: dict[str, list[tuple[str, Reducer, str, str]]] = {
             "tokens without gradient because of the upper clip bound",
         ),
         ("policy/approx_kl", TOKEN_MEAN, "nat", "k3 estimate of KL(old || new policy)"),
-        ("policy/tis_weight_mean", TOKEN_MEAN, "", "mean importance weight after the TIS cap"),
         (
-            "policy/tis_clip_share",
+            "policy/dual_clip_share",
             TOKEN_MEAN,
             "share",
-            "tokens whose importance weight is cut to the TIS cap",
+            "tokens without gradient because of the dual clip",
         ),
+        ("policy/reference_kl", TOKEN_MEAN, "nat", "estimated KL(new || reference policy), with a KL loss"),
     ],
     "sync": [
         ("sync/bytes", SUM, "bytes", "bytes of weights sent to each sampler"),
@@ -147,6 +173,25 @@ _TABLE: dict[str, list[tuple[str, Reducer, str, str]]] = {
         ("memory/weight_sync", MAX, "MiB", "peak resident memory of the weight sync"),
     ],
 }
+# Of each benchmark under each spec: benchmark/NAME/SPEC/QUANTITY. The score is the metric that stands for the
+# benchmark: avg@k, or IFEval's strict share of prompts.
+_BENCHMARK_ROWS = [
+    ("score", ONCE, "share", "score"),
+    ("score_low", ONCE, "share", "lower end of the interval of the score"),
+    ("score_high", ONCE, "share", "upper end of the interval of the score"),
+    ("difference", ONCE, "", "score under the first spec minus score under this one"),
+    ("difference_low", ONCE, "", "lower end of the interval of the difference"),
+    ("difference_high", ONCE, "", "upper end of the interval of the difference"),
+    ("error_rate", ONCE, "share", "responses whose verifier failed or timed out"),
+    ("truncated", ONCE, "share", "responses cut off at the token limit"),
+    ("length_mean", ONCE, "tokens", "mean length of the responses"),
+]
+_TABLE["benchmark"] = [
+    (f"benchmark/{name}/{spec}/{quantity}", reducer, unit, f"{name} under {spec}: {meaning}")
+    for name in BENCHMARKS
+    for spec in SPECS
+    for quantity, reducer, unit, meaning in _BENCHMARK_ROWS
+]
 _VOLATILE_SECTIONS = {"time", "memory"}
 
 

@@ -20,6 +20,11 @@ class Rollout:
     completion: Completion
     score: Score
 
+    @property
+    def truncated(self) -> bool:
+        """Whether the response was cut off at the token limit."""
+        return self.completion.finish_reason == "length"
+
 
 @dataclass(frozen=True)
 class Group:
@@ -83,7 +88,7 @@ def response_statistics(groups: Sequence[Group]) -> dict[str, float]:
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     scored = [rollout.score for rollout in rollouts if rollout.score.error is None]
     lengths = [len(rollout.completion.token_ids) for rollout in rollouts]
-    cut = sum(rollout.completion.finish_reason == "length" for rollout in rollouts)
+    cut = sum(rollout.truncated for rollout in rollouts)
     return {
         "reward/mean": sum(score.value for score in scored) / max(len(scored), 1),
         "reward/accuracy": sum(score.correct for score in scored) / max(len(scored), 1),

@@ -12,6 +12,7 @@ from rl.data.files import FileProblems
 from rl.data.problem import ProblemSource
 from rl.data.prompts import Prompts
 from rl.data.sums import Sums
+from rl.data.tables import read_column
 from rl.errors import ConfigError
 from rl.models import cached_folder
 from rl.validate import prompt_limit
@@ -20,14 +21,17 @@ from rl.warm_start import Demonstration
 
 def problem_source(data: ArithmeticData | SumsData | FileData, seed: int) -> ProblemSource:
     """The problems that `data` names. Raises DataError when they are missing or malformed."""
-    settings = {key: value for key, value in asdict(data).items() if key not in ("source", "overlong")}
+    settings = {
+        key: value for key, value in asdict(data).items() if key not in ("source", "overlong", "benchmarks")
+    }
     match data:
         case ArithmeticData():
             return Arithmetic(**settings, seed=seed)
         case SumsData():
             return Sums(**settings, seed=seed)
         case FileData():
-            return FileProblems(**settings, seed=seed)
+            texts = {name: read_column(**asdict(where)) for name, where in data.benchmarks.items()}
+            return FileProblems(**settings, benchmarks=texts, seed=seed)
 
 
 def own_tokenizer(source: ProblemSource, cache: Path) -> Path | None:

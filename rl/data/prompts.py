@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from typing import Any, Literal
@@ -25,6 +27,9 @@ class Prompts:
     Everything is tokenised once here, so that an overlong prompt is found before a run starts. With
     ``overlong="drop"`` each epoch passes through the prompts that fit; positions count those.
 
+    `fingerprint`: 16 hexadecimal digits of a SHA-256 over ids, answers and token ids of the first epoch in its
+    order and of the held-out problems: it changes with the data, the seed, the template and the tokenizer.
+
     Raises DataError for an overlong prompt (``overlong="error"``), when none fits, and what `encode` raises.
     """
 
@@ -33,13 +38,25 @@ class Prompts:
     ):
         self._source, self._tokenizer, self._limit, self._overlong = source, tokenizer, limit, overlong
         self._longest = 0
-        epoch = (source.training(position) for position in range(source.training_count))
-        self._dropped = {problem.id for problem in epoch if self._fitting(problem) is None}
+        self._dropped: set[str] = set()
+        digest = hashlib.sha256()
+        for position in range(source.training_count):
+            problem = source.training(position)
+            ids = self._fitting(problem)
+            if ids is None:
+                self._dropped.add(problem.id)
+            else:
+                digest.update(repr((problem.id, problem.answer, ids)).encode())
         self.training_count = source.training_count - len(self._dropped)
         if not self.training_count:
             raise DataError(f"none of the {source.training_count} training prompts fits into {limit} tokens")
         held_out = ((index, problem, self._fitting(problem)) for index, problem in enumerate(source.held_out))
         self.held_out = tuple(Prompt(index, problem, ids) for index, problem, ids in held_out if ids)
+        for prompt in self.held_out:
+            digest.update(
+                repr(("held out", prompt.problem.id, prompt.problem.answer, prompt.token_ids)).encode()
+            )
+        self.fingerprint = digest.hexdigest()[:16]
         self._positions = lru_cache(maxsize=2)(self._fitting_positions)
 
     def training(self, position: int) -> Prompt:
@@ -47,10 +64,29 @@ class Prompts:
         problem = self._source.training(self._position_in_source(position))
         return Prompt(position, problem, encode(problem, self._tokenizer))
 
+    def bookmark(self, position: int) -> dict[str, str | int]:
+        """What a checkpoint keeps of the data: `position` of the next prompt, its epoch from 0, `fingerprint`."""
+        return {
+            "position": position,
+            "epoch": position // self.training_count,
+            "fingerprint": self.fingerprint,
+        }
+
+    def check_bookmark(self, bookmark: Mapping[str, Any]) -> None:
+        """Raise DataError unless `bookmark` was made with these very prompts in this very order."""
+        found = bookmark.get("fingerprint")
+        if found != self.fingerprint:
+            raise DataError(
+                f"the checkpoint was written with data of fingerprint {found}, and that of the data is now"
+                f" {self.fingerprint}: the data set, its order or the tokenizer has changed, and the run cannot be"
+                " resumed with it"
+            )
+
     def describe(self) -> dict[str, str | int | bool | None]:
-        """What the source says, and prompt_limit, longest_prompt (tokens, among those kept) and the counts
-        overlong_training and overlong_held_out of prompts left out."""
+        """What the source says, and fingerprint, prompt_limit, longest_prompt (tokens, among those kept) and the
+        counts overlong_training and overlong_held_out of prompts left out."""
         return self._source.describe() | {
+            "fingerprint": self.fingerprint,
             "prompt_limit": self._limit,
             "longest_prompt": self._longest,
             "overlong_training": len(self._dropped),

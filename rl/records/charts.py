@@ -174,12 +174,12 @@ PANELS = (
     ),
     Panel(
         "Tokens that the bounds touch",
-        ("gap/beyond_clip", "gap/tis_clipped", "policy/clip_low_share", "policy/clip_high_share"),
+        ("gap/beyond_clip", "correction/clipped", "policy/clip_low_share", "policy/clip_high_share"),
         lines,
     ),
     Panel(
         "Importance ratios",
-        ("gap/ratio_mean", "policy/ratio_mean", "policy/tis_weight_mean", "gap/ess"),
+        ("gap/ratio_mean", "policy/ratio_mean", "correction/weight_mean", "gap/ess"),
         lines,
     ),
     Panel("Divergence", ("gap/k3", "policy/approx_kl"), log_lines),

@@ -12,10 +12,12 @@ from collections.abc import Callable
 TAIL_CHARS = 10_000
 ANSWER_LINE_TAIL_CHARS = 300
 
-_NUMBER = r"(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)"
+# ASCII digits alone: \d has those of every script, which no parser of numbers downstream takes.
+_NUMBER = r"(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
 # A minus sign (ASCII or Unicode) between two operands belongs to the operation: 10-3 holds 10 and 3.
 _LAST_NUMBER = re.compile(rf"(?:(?<![\w)\]}}.])[-\u2212]\$?)?{_NUMBER}")
-_GSM8K = re.compile(rf"####\s*([-\u2212]?\$?[-\u2212]?{_NUMBER})")
+# What goes on after the number (as in 3/4 or 5.2.1) makes it none.
+_GSM8K = re.compile(rf"####[ \t]*([-\u2212]?\$?[-\u2212]?{_NUMBER})(?![0-9]|[/.,:][0-9])")
 _ANSWER_LINE = re.compile(r"answer[*\s]*:[*\s]*([^\n]*)", re.IGNORECASE)
 
 
@@ -37,6 +39,12 @@ def answer_line(response: str) -> str | None:
     return boxed(matches[-1]) if r"\boxed{" in matches[-1] else matches[-1].strip("* \t") or None
 
 
+def answer_line_or_boxed(response: str) -> str | None:
+    """`answer_line`, and where there is none the last box in the last 300 characters."""
+    found = answer_line(response)
+    return boxed(response[-ANSWER_LINE_TAIL_CHARS:]) if found is None else found
+
+
 def last_number(response: str) -> str | None:
     """The last number in decimal digits, without thousands commas and dollar sign."""
     matches = _LAST_NUMBER.findall(response[-TAIL_CHARS:])
@@ -47,6 +55,12 @@ def gsm8k(response: str) -> str | None:
     """The number after the last ``####``, without thousands commas and dollar sign."""
     matches = _GSM8K.findall(response[-TAIL_CHARS:])
     return _plain(matches[-1]) if matches else None
+
+
+def without_reasoning(response: str) -> str:
+    """What follows the last ``</think>``; nothing when a ``<think>`` was never closed."""
+    _, end, answer = response.rpartition("</think>")
+    return "" if not end and "<think>" in answer else answer.strip() if end else response
 
 
 def _plain(number: str) -> str:
@@ -67,6 +81,7 @@ def _braced(text: str) -> str | None:
 PARSERS: dict[str, Callable[[str], str | None]] = {
     "boxed": boxed,
     "answer_line": answer_line,
+    "answer_line_or_boxed": answer_line_or_boxed,
     "last_number": last_number,
     "gsm8k": gsm8k,
 }

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import re
+import unicodedata
 from functools import lru_cache
 from typing import Any
 
@@ -49,7 +50,8 @@ def _equal(answer: str, gold: str) -> bool:
 
 
 def _bare(text: str) -> str:
-    """`text` in one line, without dollar signs, LaTeX's math delimiters and a full stop at its end."""
+    """`text` in one line, in ASCII digits, without dollar signs, LaTeX's math delimiters and a full stop at its end."""
+    text = "".join(str(unicodedata.decimal(sign)) if sign.isdecimal() else sign for sign in text)
     return re.sub(r"\\?\$|(?<!\\)\\[()\[\]]|\s+", " ", text).strip().removesuffix(".").strip()
 
 

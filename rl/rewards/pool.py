@@ -33,7 +33,9 @@ class RewardPool:
     its process is replaced.
 
     Args:
-        memory_mib: address space of a process; a reward that asks for more gets MemoryError.
+        memory_mib: address space of a process; a reward that asks for more gets MemoryError. A process that has
+            filled three quarters of it when a sample is done is replaced, so that what earlier samples left behind
+            fails no later one.
         log: file to which the processes' output is appended; None discards it.
 
     Raises ConfigError when the processes cannot load the reward. Not for use by several threads at a time.
@@ -121,6 +123,8 @@ class RewardPool:
             else:
                 continue
             if failure is None:
+                if process.spent:
+                    self._replace(process)
                 continue
             if task is None:
                 raise ConfigError(
@@ -147,18 +151,20 @@ class _Worker:
     """One process and the pool's end of its pipe.
 
     ready: it has loaded the reward. task: index of the sample that it works on. deadline: monotonic clock.
+    spent: it must not be given another sample.
     """
 
     def __init__(self, reward: Reward, timeout_s: float, memory_mib: int, log: Path | None):
         self.pipe, theirs = Pipe()
         self.ready = False
+        self.spent = False
         self.task: int | None = None
         self.deadline = time.monotonic() + _START_TIMEOUT_S
-        arguments = [str(theirs.fileno()), reward.name, reward.parser or "", str(timeout_s), str(memory_mib)]
+        settings = [reward.name, reward.parser or "", repr(reward.wrong), str(timeout_s), str(memory_mib)]
         environment = {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
         with open(log or os.devnull, "ab") as output:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", worker.__name__, *arguments],
+                [sys.executable, "-P", "-m", worker.__name__, str(theirs.fileno()), *settings],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
@@ -181,9 +187,10 @@ class _Worker:
         match kind:
             case worker.READY:
                 self.ready = True
-            case worker.SCORE:
+            case worker.SCORE | worker.LAST:
                 assert self.task is not None
                 scores[self.task], self.task = content, None
+                self.spent = kind == worker.LAST
             case worker.REFUSED:
                 raise ConfigError(content)
         return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -26,6 +26,7 @@ class _BuiltIn:
 BUILT_IN = {
     "arithmetic": _BuiltIn("rl.rewards.arithmetic:exact_match", inline=True, parses=False),
     "math": _BuiltIn("rl.rewards.math:verify_answer", inline=False, parses=True),
+    "ifeval": _BuiltIn("rl.rewards.ifeval:follows_instructions", inline=False, parses=False),
 }
 
 
@@ -33,7 +34,7 @@ BUILT_IN = {
 class Reward:
     """A reward function that has been looked up.
 
-    name, parser: what `load_reward` was given.
+    name, parser, wrong: what `load_reward` was given.
     inline: cheap and certain to end, so that it needs no process of its own.
     """
 
@@ -41,6 +42,7 @@ class Reward:
     parser: str | None
     inline: bool
     function: RewardFunction
+    wrong: float = 0.0
 
     def __call__(self, response: str, problem: Problem) -> Score:
         """The function's score, or a score with an error if it raised.
@@ -56,16 +58,17 @@ class Reward:
                 f"reward.function={self.name!r} returned {score!r} for problem {problem.id!r};"
                 " a reward must return rl.rewards.score.Score"
             )
-        return score
+        return score if score.correct or score.error or not self.wrong else replace(score, value=self.wrong)
 
 
-def load_reward(function: str, parser: str | None = None) -> Reward:
+def load_reward(function: str, parser: str | None = None, wrong: float = 0.0) -> Reward:
     """The reward called `function`: a built-in name, or ``package.module:function`` for any other.
 
     `parser` names the rule in `rl.rewards.extraction` that finds the final answer, for rewards that need one.
+    `wrong` is what a wrong answer is worth, where a right one is worth 1; for the built-in rewards.
 
     Raises ConfigError for an unknown name, a function that cannot be imported or called with (response,
-    problem), and a parser that is missing, unknown or not needed.
+    problem), a parser that is missing, unknown or not needed, and `wrong` for a function that gives its own values.
     """
     built_in = BUILT_IN.get(function)
     if built_in and built_in.parses and parser not in PARSERS:
@@ -75,9 +78,12 @@ def load_reward(function: str, parser: str | None = None) -> Reward:
     if parser is not None and not (built_in and built_in.parses):
         raise ConfigError(f"reward.parser={parser!r}: reward.function={function} has no use for a parser")
     if built_in is None:
+        if wrong:
+            raise ConfigError(f"reward.wrong={wrong}: reward.function={function} gives values of its own")
         return Reward(function, None, inline=False, function=_imported(function))
     found = _imported(built_in.path)
-    return Reward(function, parser, built_in.inline, partial(found, parser=parser) if parser else found)
+    chosen = partial(found, parser=parser) if parser else found
+    return Reward(function, parser, built_in.inline, chosen, wrong)
 
 
 def _imported(path: str) -> Any:

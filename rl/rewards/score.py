@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 from rl.data.problem import Problem
 
@@ -17,6 +17,7 @@ class Score:
     correct: whether the answer is right; accuracy counts these, whatever the values are.
     error: why the response could not be judged, else None. A failed verifier is not a wrong answer: such a
         score has value 0 and correct False, and must be counted apart.
+    details: further numbers about the response, by name, for reports; nothing is trained on them.
 
     Raises ValueError for a value that is not finite and for an error that comes with another verdict.
     """
@@ -24,6 +25,7 @@ class Score:
     value: float
     correct: bool
     error: str | None = None
+    details: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not math.isfinite(self.value):

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from learner.batch import TrainBatch, cut
+from learner.batch import Totals, TrainBatch, cut
 
 
 def make_batch(lengths: list[int]) -> TrainBatch:
@@ -14,7 +16,8 @@ def make_batch(lengths: list[int]) -> TrainBatch:
     tensor = torch.tensor(lengths)
     mask = (torch.arange(width) >= 1) & (torch.arange(width) < tensor[:, None])
     logp = torch.arange(float(count * width)).view(count, width)
-    return TrainBatch(tokens, tensor, mask, logp, logp + 0.5, torch.arange(float(count)))
+    parts = {"reference_logp": logp + 0.25, "old_values": logp + 2, "returns": logp + 3}
+    return TrainBatch(tokens, tensor, mask, logp, logp + 0.5, torch.arange(float(count)), **parts)
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=30), st.integers(40, 200))
@@ -47,7 +50,33 @@ def test_micro_batches_hold_the_rows_cropped_to_the_longest() -> None:
     assert torch.equal(second.sampler_logp, batch.sampler_logp[[3, 0], :5])
     assert torch.equal(second.old_logp, batch.old_logp[[3, 0], :5])
     assert second.advantages.tolist() == [3.0, 0.0]
-    assert sum(part.response_tokens for part in parts) == batch.response_tokens == 2 + 7 + 1 + 4
+    for name in ("reference_logp", "old_values", "returns"):
+        assert torch.equal(getattr(second, name), getattr(batch, name)[[3, 0], :5])
+    assert sum(part.totals.tokens for part in parts) == batch.totals.tokens == 2 + 7 + 1 + 4
+
+
+def test_totals_count_sequences_with_and_without_tokens_in_the_loss() -> None:
+    batch = make_batch([3, 8, 1, 5])  # a sequence of its prompt alone has no response
+    assert batch.totals == Totals(tokens=2 + 7 + 4, sequences=3, rows=4)
+
+
+def test_fields_at_the_tokens_of_the_loss_mask() -> None:
+    batch = make_batch([3, 2])
+    assert batch.in_loss("sampler_logp").tolist() == [1.0, 2.0, 4.0]
+    assert batch.in_loss("advantages").tolist() == [0.0, 0.0, 1.0]
+
+
+def test_advantages_may_be_those_of_tokens() -> None:
+    batch = make_batch([3, 4])
+    batch = dataclasses.replace(batch, advantages=torch.arange(8.0).view(2, 4))
+    assert batch.in_loss("advantages").tolist() == [1.0, 2.0, 5.0, 6.0, 7.0]
+    assert batch.select(torch.tensor([0])).advantages.tolist() == [[0.0, 1.0, 2.0]]
+
+
+def test_parts_that_are_not_there_stay_away() -> None:
+    batch = dataclasses.replace(make_batch([3, 2]), reference_logp=None, old_values=None, returns=None)
+    for other in (batch.select(torch.tensor([1])), batch.to(torch.device("cpu"))):
+        assert other.reference_logp is other.old_values is other.returns is None
 
 
 @pytest.mark.parametrize(
@@ -64,7 +93,11 @@ def test_micro_batches_hold_the_rows_cropped_to_the_longest() -> None:
         ("loss_mask", torch.tensor([[True] * 4, [False] * 4]), "first token"),
         ("sampler_logp", torch.zeros(2, 3), "sampler_logp must be torch.float32"),
         ("old_logp", torch.zeros(2, 4, dtype=torch.float64), "old_logp must be torch.float32"),
-        ("advantages", torch.zeros(2, 4), "advantages must be torch.float32"),
+        ("advantages", torch.zeros(2, 3), "advantages must be torch.float32"),
+        ("advantages", torch.zeros(3), "advantages must be torch.float32"),
+        ("reference_logp", torch.zeros(2, 3), "reference_logp must be torch.float32"),
+        ("returns", torch.zeros(2), "returns must be torch.float32"),
+        ("old_values", torch.zeros(2, 4).double(), "old_values must be torch.float32"),
     ],
 )
 def test_parts_that_do_not_fit_are_refused(field: str, value: torch.Tensor, message: str) -> None:

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from learner.config import LearnerConfig, ObjectiveConfig
+from learner.config import CorrectionConfig, CriticConfig, KLConfig, LearnerConfig, ObjectiveConfig
 
 
 @pytest.mark.parametrize(
@@ -45,8 +45,12 @@ def test_learner_config_names_field_value_and_rule(field: str, value: object) ->
         ("clip_low", 1.0),
         ("clip_high", 0.0),
         ("clip_high", math.inf),
-        ("tis_cap", 0.0),
-        ("loss_aggregation", "sequence_mean"),
+        ("dual_clip", 1.0),
+        ("dual_clip", 1.28),
+        ("dual_clip", math.inf),
+        ("loss_aggregation", "mean"),
+        ("max_response_tokens", 0),
+        ("entropy_coefficient", -0.1),
     ],
 )
 def test_objective_config_names_field_value_and_rule(field: str, value: object) -> None:
@@ -55,8 +59,35 @@ def test_objective_config_names_field_value_and_rule(field: str, value: object) 
     assert repr(value) in str(raised.value)
 
 
-def test_truncated_importance_sampling_can_be_off() -> None:
-    assert ObjectiveConfig(tis_cap=None).tis_cap is None
+def test_a_constant_length_is_needed_for_dr_grpo_alone() -> None:
+    with pytest.raises(
+        ValueError, match="max_response_tokens=None must be at least 1 with loss_aggregation=dr_grpo"
+    ):
+        ObjectiveConfig(loss_aggregation="dr_grpo")
+    assert ObjectiveConfig(loss_aggregation="dr_grpo", max_response_tokens=8).max_response_tokens == 8
+
+
+@pytest.mark.parametrize(
+    ("config", "field", "value"),
+    [
+        (CorrectionConfig, "weight", "tokens"),
+        (CorrectionConfig, "cap", 0.0),
+        (CorrectionConfig, "token_band", (0.5,)),
+        (CorrectionConfig, "token_band", (1.1, 2.0)),
+        (CorrectionConfig, "sequence_band", (0.5, 0.9)),
+        (CorrectionConfig, "sequence_band", (0.5, math.inf)),
+        (CorrectionConfig, "veto", 0.0),
+        (CorrectionConfig, "veto", 1.0),
+        (KLConfig, "coefficient", -1.0),
+        (KLConfig, "estimator", "k4"),
+        (KLConfig, "place", "both"),
+        (CriticConfig, "value_clip", 0.0),
+    ],
+)
+def test_parts_of_the_objective_name_field_value_and_rule(config: type, field: str, value: object) -> None:
+    with pytest.raises(ValueError, match=rf"{config.__name__}\.{field}=.* must") as raised:
+        config(**{field: value})
+    assert repr(value) in str(raised.value)
 
 
 def test_importing_the_configuration_imports_no_engine() -> None:

@@ -64,3 +64,26 @@ def no_score(response: str, problem: Problem) -> float:
 
 def one_argument(response: str) -> Score:
     return Score.of(True)
+
+
+_SEEN: list[str] = []
+
+
+def forgetful(response: str, problem: Problem) -> Score:
+    """Another value each time: depends on what the process has scored before, and on which process it is."""
+    _SEEN.append(response)
+    return Score(os.getpid() + len(_SEEN) / 10, correct=True)
+
+
+def ascii_only(response: str, problem: Problem) -> Score:
+    return Score.of(response.encode("ascii") == b"34")
+
+
+_LEAKED: list[bytearray] = []
+
+
+def leaky(response: str, problem: Problem) -> Score:
+    """Keeps 200 MiB for each response "leak"; says which process it is."""
+    if response == "leak":
+        _LEAKED.append(bytearray(200 * 2**20))
+    return Score(float(os.getpid()), correct=False)

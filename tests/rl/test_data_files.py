@@ -107,6 +107,30 @@ def test_published_dapo_columns_with_chat_messages_and_repeats(tmp_path):
         FileProblems(path, **columns, repeated="drop", template="Q: {problem}")
 
 
+def test_the_last_box_of_a_solution_is_the_answer(tmp_path):
+    solution = r"First \boxed{1}, but no: \boxed{\frac{1}{2}}."
+    path = write(tmp_path / "math.jsonl", [{"problem": "x", "solution": solution}])
+    source = FileProblems(path, answer_column="solution", answer_parser="boxed", id_column=None, held_out=0)
+    assert source.training(0).answer == r"\frac{1}{2}"
+
+
+def test_several_answer_columns_make_json_that_is_the_same_from_parquet_and_jsonl(tmp_path):
+    content = [
+        {"key": 1, "prompt": "p", "names": ["a", "b"], "arguments": [{"n": 2}, {"word": "x"}]},
+        {"key": 2, "prompt": "q", "names": ["c"], "arguments": [{}]},
+    ]
+    jsonl = write(tmp_path / "set.jsonl", content)
+    pq.write_table(pa.Table.from_pylist(content), tmp_path / "set.parquet")  # fills absent keys with null
+    columns = {"prompt_column": "prompt", "answer_column": ("names", "arguments"), "id_column": "key"}
+    left, right = (
+        FileProblems(path, **columns, held_out=0) for path in (jsonl, str(tmp_path / "set.parquet"))
+    )
+    assert everything(left) == everything(right)
+    answers = {problem.id: json.loads(problem.answer) for problem in everything(left)}
+    assert answers["1"] == {"names": ["a", "b"], "arguments": [{"n": 2}, {"word": "x"}]}
+    assert answers["2"] == {"names": ["c"], "arguments": [{}]}
+
+
 def test_row_number_stands_in_for_a_missing_id_column(tmp_path):
     path = write(tmp_path / "set.jsonl", rows(3))
     assert {p.id for p in everything(FileProblems(path, id_column=None, held_out=0))} == {"0", "1", "2"}
@@ -130,7 +154,7 @@ def test_held_out_file_and_what_both_contain(tmp_path):
     source = FileProblems(training, held_out_path=test, held_out=100)
     assert [p.id for p in source.held_out] == [f"tp{i}" for i in range(17, 23)]
     assert source.training_count == 17  # the three prompts that are also held out are left out
-    assert source.describe()["prompts_also_held_out"] == 3
+    assert source.describe()["also_held_out"] == 3
     assert len(FileProblems(training, held_out_path=test, held_out=4).held_out) == 4
 
 
@@ -141,7 +165,7 @@ def test_a_prompt_that_occurs_twice_is_not_both_trained_and_held_out(tmp_path):
     source = FileProblems(path, held_out=3)
     secret = {p.prompt for p in source.held_out}
     assert not secret & {p.prompt for p in everything(source)}
-    assert source.describe()["prompts_also_held_out"] > 0
+    assert source.describe()["also_held_out"] > 0
 
 
 def test_content_hash_follows_the_content_and_not_the_order(tmp_path):
@@ -177,7 +201,28 @@ def test_content_hash_follows_the_content_and_not_the_order(tmp_path):
         (
             '{"id": 1, "problem": "x", "answer": "1"}\n{"id": 1, "problem": "x", "answer": "2"}\n',
             {"repeated": "drop"},
-            "another prompt or answer",
+            "is left to train on",  # one problem with two answers
+        ),
+        (
+            '{"id": 1, "problem": "x", "answer": "1"}\n{"id": 1, "problem": "y", "answer": "1"}\n',
+            {"repeated": "drop"},
+            "occurs a second time with another problem",
+        ),
+        ('{"id": 1, "problem": "x", "answer": "1"}\n', {"answer_parser": "bocks"}, "must be one of boxed"),
+        (
+            '{"id": 1, "problem": "x", "answer": "1"}\n',
+            {"answer_parser": "boxed"},
+            "row 0: boxed finds no answer",
+        ),
+        (
+            '{"id": 1, "problem": "x", "answer": "1"}\n',
+            {"answer_parser": "boxed", "answer_marker": "####"},
+            "only one of",
+        ),
+        (
+            '{"id": 1, "problem": "x", "answer": "1"}\n',
+            {"unwrap": "Q: {problem}"},
+            "row 0: .* not a problem wrapped",
         ),
         ('{"id": 1, "problem": "x", "answer": "1"}\n', {"held_out": 1}, "is left to train on"),
         ('{"id": 1, "problem": "x", "answer": "1"}\n', {"held_out": -1}, r"data\.held_out=-1"),

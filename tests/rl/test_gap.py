@@ -14,13 +14,13 @@ from rl.gap import NonFiniteLogp, gap_statistics
 
 NAMES = {
     *("gap/mean", "gap/abs_mean", "gap/p50", "gap/p90", "gap/p99", "gap/p999", "gap/max"),
-    *("gap/beyond_clip", "gap/ratio_mean", "gap/k3", "gap/ess", "gap/tis_clipped"),
+    *("gap/beyond_clip", "gap/ratio_mean", "gap/k3", "gap/ess"),
 }
 
 
-def statistics(learner, sampler, clip_low=0.2, clip_high=0.28, tis_cap=2.0) -> dict[str, float]:
+def statistics(learner, sampler, clip_low=0.2, clip_high=0.28) -> dict[str, float]:
     tensors = (torch.as_tensor(x) for x in (learner, sampler))
-    return gap_statistics(*tensors, ObjectiveConfig(clip_low=clip_low, clip_high=clip_high, tis_cap=tis_cap))
+    return gap_statistics(*tensors, ObjectiveConfig(clip_low=clip_low, clip_high=clip_high))
 
 
 def of(differences, **settings) -> dict[str, float]:
@@ -47,7 +47,6 @@ def test_against_numpy_and_the_definitions(differences):
         "gap/abs_mean": math.fsum(abs(d)) / len(d),
         "gap/max": max(abs(d)),
         "gap/beyond_clip": sum(x < 0.8 or x > 1.28 for x in w) / len(d),
-        "gap/tis_clipped": sum(x > 2 for x in w) / len(d),
         "gap/ratio_mean": math.fsum(w) / len(d),
         "gap/k3": math.fsum(w - 1 - d) / len(d),
         "gap/ess": math.fsum(w) ** 2 / (len(d) * math.fsum(w**2)),
@@ -115,14 +114,11 @@ def test_extreme_gaps_overflow_nothing():
     assert all(map(math.isfinite, found.values()))
 
 
-def test_bounds_are_inclusive_and_a_missing_cap_clips_nothing():
+def test_bounds_are_inclusive():
     edges = [math.log(0.5), 0.0, math.log(2.0)]
     assert of(edges, clip_low=0.5, clip_high=1.0)["gap/beyond_clip"] == 0
     assert of(edges, clip_low=0.49, clip_high=1.0)["gap/beyond_clip"] == pytest.approx(1 / 3)
     assert of(edges, clip_low=0.5, clip_high=0.99)["gap/beyond_clip"] == pytest.approx(1 / 3)
-    assert of(edges, tis_cap=2.0)["gap/tis_clipped"] == 0
-    assert of(edges, tis_cap=1.99)["gap/tis_clipped"] == pytest.approx(1 / 3)
-    assert of(edges, tis_cap=None)["gap/tis_clipped"] == 0
 
 
 def test_more_tokens_than_torch_quantile_takes():

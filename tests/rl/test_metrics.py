@@ -8,7 +8,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from learner.config import ObjectiveConfig
+from learner.batch import TrainBatch
+from learner.config import KLConfig, ObjectiveConfig
+from learner.correction import correct
 from learner.objective import policy_loss
 from rl.gap import gap_statistics
 from rl.metrics import METRICS, Reducer, UnknownMetric, number, numbers, reduce
@@ -115,11 +117,16 @@ def test_infinity_and_nan_are_refused(value: object) -> None:
 
 
 def test_the_table_has_what_the_run_computes() -> None:
-    logp, advantages, mask = torch.zeros(2, 3), torch.ones(2), torch.ones(2, 3, dtype=torch.bool)
-    _, policy = policy_loss(logp, logp, logp, advantages, mask, 6, ObjectiveConfig())
-    names = {f"policy/{name}" for name in policy} | gap_statistics(logp[0], logp[1], ObjectiveConfig()).keys()
+    logp, mask = torch.zeros(2, 4), torch.tensor([[False, True, True, True]] * 2)
+    tokens, lengths = torch.zeros(2, 4, dtype=torch.int64), torch.tensor([4, 4])
+    batch = TrainBatch(tokens, lengths, mask, logp, logp, torch.ones(2), reference_logp=logp)
+    objective = ObjectiveConfig(kl=KLConfig(coefficient=0.1))
+    _, policy = policy_loss(batch, logp, logp, batch.totals, objective)
+    correction = correct(logp, logp, mask, objective.correction).statistics()
+    names = {f"policy/{name}" for name in policy} | {f"correction/{name}" for name in correction}
+    names |= gap_statistics(logp[0], logp[1], objective).keys() | {"gap/outside_nucleus"}
     assert names <= METRICS.keys()
-    assert {row.name for row in METRICS.values() if row.section == "gap"} <= names
+    assert {row.name for row in METRICS.values() if row.section in ("gap", "correction")} <= names
 
 
 def test_every_row_is_described() -> None:

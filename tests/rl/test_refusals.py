@@ -52,6 +52,7 @@ CASES = {
     "missing data file": (["data=gsm8k", "data.path=/nowhere/rows.jsonl"], "/nowhere/rows.jsonl"),
     "empty data set": (["data=gsm8k", "data.path={empty}"], "empty"),
     "missing column": (["data=gsm8k", "data.path={no_answer}"], "answer"),
+    "algorithm without its critic": (["algorithm=ppo"], "algorithm.objective.critic"),
     "resume from nothing": (["run.resume=/nowhere/run"], "/nowhere/run"),
 }
 

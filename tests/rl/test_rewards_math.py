@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl.data.problem import Problem
-from rl.rewards.extraction import PARSERS, boxed
+from rl.rewards.extraction import PARSERS, boxed, without_reasoning
 from rl.rewards.math import verify_answer
 from rl.rewards.registry import load_reward
 
@@ -73,7 +73,39 @@ def test_answer_line(response, found):
 @pytest.mark.parametrize(
     "response, found",
     [
+        ("Answer: 34", "34"),
+        (r"so \boxed{34}", "34"),
+        (r"\boxed{1}" + "\nAnswer: 34", "34"),
+        (r"Answer: 34, that is \boxed{35}", "35"),
+        (r"Answer: \boxed{34", None),  # cut off
+        (r"\boxed{34}" + "y" * 300, None),
+        ("34", None),
+    ],
+)
+def test_answer_line_or_boxed(response, found):
+    assert PARSERS["answer_line_or_boxed"](response) == found
+
+
+@pytest.mark.parametrize(
+    "response, answer",
+    [
+        ("<think>Answer: 1</think>\nAnswer: 2", "Answer: 2"),
+        ("Answer: 1</think>Answer: 2", "Answer: 2"),
+        ("<think>a</think>b<think>c</think>d", "d"),
+        ("<think>Answer: 1", ""),
+        ("Answer: 2", "Answer: 2"),
+        ("", ""),
+    ],
+)
+def test_without_reasoning(response, answer):
+    assert without_reasoning(response) == answer
+
+
+@pytest.mark.parametrize(
+    "response, found",
+    [
         ("the answer is 1,234.", "1234"),
+        ("first 7, then \uff13", "7"),
         ("1,234,567.50 dollars", "1234567.50"),
         ("of 1,2,3 the last", "3"),
         ("x = -3", "-3"),
@@ -102,6 +134,13 @@ def test_last_number(response, found):
         ("72", None),
         ("####", None),
         ("#### many", None),
+        ("#### 1,234.", "1234"),
+        ("#### 12 apples", "12"),
+        ("**#### 12**", "12"),
+        ("#### 3/4", None),  # neither 3 nor 4
+        ("#### 12:30", None),
+        ("#### 5/day", "5"),
+        ("####\n12", None),  # on the line, or not at all
     ],
 )
 def test_gsm8k(response, found):
@@ -125,6 +164,12 @@ def test_gsm8k(response, found):
         (r"34 \text{ cm}", True),
         (r"\frac{68}{2}", True),
         ("34<|im_end|>", True),
+        ("34</s>", True),
+        ("34<|endoftext|>\n", True),
+        ("**34**", True),
+        ("\uff13\uff14", True),
+        ("034", True),
+        ("34 (approximately)", False),
         ("35", False),
         ("34 or 35", False),
         ("3 4", False),
@@ -171,6 +216,15 @@ def test_an_echo_of_the_prompt_is_no_answer():
     assert not right("answer_line", DAPO_PROMPT_TAIL, "34")
     assert not right("answer_line", "Answer: $Answer", "34")
     assert right("answer_line", DAPO_PROMPT_TAIL + "\n17 + 17 = 34\nAnswer: 34", "34")
+
+
+@pytest.mark.parametrize("parser", PARSERS)
+def test_a_response_cut_off_before_its_answer_has_none(parser):
+    assert not right(parser, "Let x be the number. Then x is", "34")
+
+
+def test_a_percentage_is_the_number_that_it_shows():
+    assert right("answer_line", r"Answer: 34\%", "34")
 
 
 def test_gsm8k_solutions_hold_their_own_answers():

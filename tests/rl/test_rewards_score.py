@@ -80,7 +80,7 @@ def test_a_reward_that_returns_something_else_is_refused():
 @pytest.mark.parametrize(
     "function, parser, message",
     [
-        ("aritmetic", None, r"reward\.function='aritmetic': not one of arithmetic, math"),
+        ("aritmetic", None, r"reward\.function='aritmetic': not one of arithmetic, math, ifeval"),
         (
             "foo.bar:baz",
             None,
@@ -90,12 +90,33 @@ def test_a_reward_that_returns_something_else_is_refused():
         (f"{CUSTOM}:not_a_function", None, r"has no function not_a_function"),
         (f"{CUSTOM}:", None, "package.module:function"),
         (f"{CUSTOM}:one_argument", None, r"must be callable with \(response, problem\)"),
-        ("math", None, r"reward\.parser=None.*boxed, answer_line, last_number, gsm8k"),
+        ("math", None, r"reward\.parser=None.*boxed, answer_line, answer_line_or_boxed, last_number, gsm8k"),
         ("math", "box", r"reward\.parser='box'"),
         ("arithmetic", "boxed", r"reward\.parser='boxed': reward\.function=arithmetic has no use"),
         (f"{CUSTOM}:by_order", "boxed", r"has no use for a parser"),
+        ("ifeval", "boxed", r"reward\.parser='boxed': reward\.function=ifeval has no use"),
     ],
 )
 def test_wrong_names_are_refused_with_key_value_and_rule(function, parser, message):
     with pytest.raises(ConfigError, match=message):
         load_reward(function, parser)
+
+
+def test_a_wrong_answer_may_cost_something_and_an_error_never_does():
+    reward = load_reward("arithmetic", wrong=-1.0)
+    assert reward("250", PROBLEM) == Score(1.0, True)
+    assert reward("251", PROBLEM) == Score(-1.0, False)
+    broken = load_reward("math", "boxed", wrong=-1.0)(r"\boxed{1}", Problem("p", "q", "$ $", "test"))
+    assert (broken.value, broken.correct) == (0.0, False)
+    assert broken.error
+
+
+def test_a_function_of_ones_own_has_values_of_its_own():
+    with pytest.raises(ConfigError, match=r"reward\.wrong=-1\.0: .*by_order gives values of its own"):
+        load_reward(f"{CUSTOM}:by_order", wrong=-1.0)
+
+
+def test_details_come_with_a_score_and_change_nothing():
+    detailed = Score(1.0, True, details={"instructions": 2.0})
+    assert pickle.loads(pickle.dumps(detailed)) == detailed
+    assert Score.of(True).details == {}

@@ -1,0 +1,136 @@
+"""One iteration of the driver with a learner and a sampler that only keep what they are given."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from learner.batch import TrainBatch
+from learner.config import KLConfig, ObjectiveConfig
+from rl.config import AdvantageConfig, AlgorithmConfig, ShapingConfig
+from rl.groups import TooFewGroups
+from rl.loop import Progress, collect, iterate
+from rl.metrics import METRICS
+from rl.rollout import Group, Sequences
+from sampler.config import SamplingConfig
+from tests.rl.rollouts import group, rollout
+
+STAGES: Any = lambda name: nullcontext()  # noqa: E731
+SAMPLING = SamplingConfig(temperature=0.7, top_p=0.9, max_tokens=8)
+
+
+class FakeLearner:
+    """Scores a token at the sampler's logp plus `shift`; every update is recorded."""
+
+    def __init__(self, shift: float) -> None:
+        self.shift = shift
+        self.sampled_with: list[tuple[float, float]] = []
+        self.batches: list[TrainBatch] = []
+
+    def score(self, sequences: Sequences, temperature: float, top_p: float) -> Any:
+        self.sampled_with.append((temperature, top_p))
+        logp = torch.where(sequences.loss_mask, sequences.sampler_logp + self.shift, 0.0)
+        return SimpleNamespace(logp=logp, outside_nucleus=sequences.tokens == 7)
+
+    def update(
+        self, batch: TrainBatch, objective: ObjectiveConfig, temperature: float, top_p: float
+    ) -> dict[str, float]:
+        self.sampled_with.append((temperature, top_p))
+        self.batches.append(batch)
+        return {"loss": 0.0, "tokens": float(batch.totals.tokens)}
+
+
+class FakeJob:
+    """Prompt number n gets the responses `outcomes[n]`: (raw reward, length) each."""
+
+    def __init__(self, algorithm: AlgorithmConfig, outcomes: Sequence[Sequence[tuple[float, int]]]) -> None:
+        self.config = SimpleNamespace(algorithm=algorithm)
+        self.task = SimpleNamespace(prompts=SimpleNamespace(training=lambda position: position))
+        self.outcomes = outcomes
+        self.rounds: list[int] = []
+        self.learner = FakeLearner(0.1)
+        self.reference = FakeLearner(-0.3) if algorithm.needs_reference else None
+        self.weight_sync = SimpleNamespace(sync=lambda version: {})
+
+    def generate(self, prompts: list[int], samples: int, purpose: str, sampling: SamplingConfig) -> list[int]:
+        assert samples == self.config.algorithm.group_size and sampling is SAMPLING
+        self.rounds.append(len(prompts))
+        return prompts
+
+    def score(self, prompts: list[int], responses: list[int]) -> list[Group]:
+        return [
+            group(*(rollout(value, length, logp=-1.0 - n) for value, length in self.outcomes[n]), position=n)
+            for n in prompts
+        ]
+
+
+def job_of(outcomes: Sequence[Sequence[tuple[float, int]]], **changes: Any) -> Any:
+    settings = {"prompts_per_iteration": 2, "group_size": 2, "max_rounds": 3, "sampling": SAMPLING}
+    return FakeJob(AlgorithmConfig(**settings | changes), outcomes)
+
+
+RIGHT, WRONG, LONG = (1.0, 3), (0.0, 3), (1.0, 8)
+MIXED, SOLVED, UNSOLVED = (RIGHT, WRONG), (RIGHT, RIGHT), (WRONG, WRONG)
+
+
+def test_rows_stay_aligned_when_groups_are_dropped_between_rounds():
+    """Rewards 0, 1 and lengths tell rows apart: each row has its own advantage, logp and length."""
+    outcomes = [SOLVED, ((0.0, 2), (1.0, 5)), UNSOLVED, UNSOLVED, ((1.0, 7), (0.0, 4)), MIXED]
+    job = job_of(outcomes, advantage=AdvantageConfig(estimator="dr_grpo"), updates_per_iteration=2)
+    progress, metrics = iterate(job, Progress(), STAGES)
+    first, second = job.learner.batches
+    assert progress == Progress(iteration=1, position=6)
+    for batch, number, lengths in ((first, 1, [2, 5]), (second, 4, [7, 4])):
+        assert batch.loss_mask.sum(1).tolist() == lengths
+        assert set(batch.sampler_logp[batch.loss_mask].tolist()) == {-1.0 - number}
+        torch.testing.assert_close(batch.old_logp[batch.loss_mask], batch.in_loss("sampler_logp") + 0.1)
+    assert first.advantages.tolist() == [-0.5, 0.5] and second.advantages.tolist() == [0.5, -0.5]
+    assert (metrics["groups/kept"], metrics["groups/dropped_constant"]) == (2, 3)
+    assert metrics["tokens/trained"] == 18
+
+
+def test_dynamic_sampling_judges_raw_outcomes():
+    """All right, but of different lengths: the overlong penalty would make this group look mixed."""
+    outcomes = [(RIGHT, LONG), MIXED, MIXED, MIXED]
+    job = job_of(outcomes, shaping=ShapingConfig(overlong_buffer=4))
+    groups, _, metrics = collect(job, 0, STAGES)
+    assert [g.prompt.position for g in groups] == [1, 2]
+    assert metrics["groups/dropped_constant"] == 1
+
+
+def test_a_round_may_draw_more_prompts_than_an_iteration_needs():
+    job = job_of([MIXED, SOLVED, SOLVED, SOLVED, MIXED], prompts_per_round=5)
+    _, position, metrics = collect(job, 0, STAGES)
+    assert job.rounds == [5] and position == 5
+    assert metrics["groups/kept"] == 2
+
+
+def test_rounds_are_bounded_and_the_error_names_kept_and_needed_groups():
+    job = job_of([MIXED] + [SOLVED] * 5)
+    with pytest.raises(TooFewGroups, match="1 groups kept, 2 needed, after 3 rounds"):
+        collect(job, 0, STAGES)
+    assert job.rounds == [2, 2, 2]
+
+
+@pytest.mark.parametrize("place", ["loss", "reward"])
+def test_temperature_and_top_p_go_with_every_log_probability(place: str):
+    job = job_of([MIXED, MIXED], objective=ObjectiveConfig(kl=KLConfig(coefficient=0.1, place=place)))
+    _, metrics = iterate(job, Progress(), STAGES)
+    assert job.learner.sampled_with == [(0.7, 0.9)] * 2  # score, update
+    assert job.reference.sampled_with == [(0.7, 0.9)]
+    [batch] = job.learner.batches
+    torch.testing.assert_close(batch.in_loss("reference_logp"), batch.in_loss("sampler_logp") - 0.3)
+    assert metrics["gap/mean"] == pytest.approx(0.1, abs=1e-6)
+    assert metrics["gap/outside_nucleus"] == pytest.approx(1 / 3)  # token 7 opens every response of three
+    assert metrics.keys() <= METRICS.keys()
+
+
+def test_without_a_kl_penalty_there_is_no_reference():
+    job = job_of([MIXED, MIXED])
+    iterate(job, Progress(), STAGES)
+    assert job.learner.batches[0].reference_logp is None
