@@ -66,7 +66,7 @@ class RouterPosition(StrEnum):
 
     FC2_OUTPUT = "fc2_output"
     SWIGLU_BEFORE_CAST = "swiglu_before_cast"  # in FP32, ahead of the cast to the SwiGLU output's type
-    SWIGLU_OUTPUT = "swiglu_output"  # the cast value; the product is cast again
+    SWIGLU_OUTPUT = "swiglu_output"  # the cast value; FC2 takes the product in the product's type
 
 
 class Combine(StrEnum):

@@ -27,17 +27,18 @@ def swiglu_backward(fc1: torch.Tensor, d_act: torch.Tensor) -> torch.Tensor:
 
 
 def fc2_input(fc1: torch.Tensor, coefficients: torch.Tensor | None, spec: ExecutionSpec) -> torch.Tensor:
-    """[R, 2F] -> the input of FC2 in `spec.swiglu_output`, [R, F], before it is quantised.
+    """[R, 2F] -> the input of FC2 before it is quantised, [R, F]: in `spec.swiglu_output`, or in `spec.router_product`
+    where the router coefficient multiplies the cast SwiGLU output.
 
     coefficients: float32 [R], cast already, where the spec's router position is ahead of FC2.
     """
     act, stored = swiglu(fc1, spec), TORCH_TYPE[spec.swiglu_output]
+    if spec.router_position is RouterPosition.FC2_OUTPUT:
+        return act.to(stored)
+    assert coefficients is not None
     if spec.router_position is RouterPosition.SWIGLU_OUTPUT:
-        act = act.to(stored).float()
-    if spec.router_position is not RouterPosition.FC2_OUTPUT:
-        assert coefficients is not None
-        act = router_product(act, coefficients[:, None], spec)
-    return act.to(stored)
+        return router_product(act.to(stored), coefficients[:, None], spec)
+    return router_product(act, coefficients[:, None], spec).to(stored)
 
 
 def router_product(values: torch.Tensor, coefficients: torch.Tensor, spec: ExecutionSpec) -> torch.Tensor:

@@ -157,7 +157,7 @@ def _granule(rows: np.ndarray) -> np.ndarray:
 
 
 def _swiglu(fc1: Value, p: np.ndarray, spec: ExecutionSpec) -> Value:
-    """[R, 2F], p [R, 1] -> [R, F] in `swiglu_output`, with the router coefficient where it belongs."""
+    """[R, 2F], p [R, 1] -> [R, F], the input of FC2, with the router coefficient where it belongs."""
     half = fc1.value.shape[1] // 2
     gate, up = fc1[:, :half], fc1[:, half:]
     with np.errstate(over="ignore"):
@@ -168,10 +168,11 @@ def _swiglu(fc1: Value, p: np.ndarray, spec: ExecutionSpec) -> Value:
     result = Value(fp32(silu * up.value), slack)
     if spec.router_position is RouterPosition.FC2_OUTPUT:
         return result.cast(spec.swiglu_output)
-    if spec.router_position is RouterPosition.SWIGLU_OUTPUT:
+    ahead = spec.router_position is RouterPosition.SWIGLU_BEFORE_CAST
+    if not ahead:
         result = result.cast(spec.swiglu_output)
-    product = Value(fp32(p * result.value), np.abs(p) * result.slack)
-    return product.cast(spec.router_product).cast(spec.swiglu_output)
+    product = Value(fp32(p * result.value), np.abs(p) * result.slack).cast(spec.router_product)
+    return product.cast(spec.swiglu_output) if ahead else product
 
 
 def _combine(rows: Value, ids: np.ndarray, p: np.ndarray, spec: ExecutionSpec) -> Value:

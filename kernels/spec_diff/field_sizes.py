@@ -95,8 +95,8 @@ FIELD_SIZES: Sequence[FieldSize] = (
     ),
     FieldSize(
         "the same, per token, product in FP32",
-        "minite[swiglu_output=fp32]",
-        "minite[swiglu_output=fp32,router_position=swiglu_output]",
+        "minite",
+        "minite[router_position=swiglu_output]",
         "0.9 %",
         "fc2_input",
         linear=False,

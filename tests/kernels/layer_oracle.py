@@ -62,8 +62,9 @@ def expert_layer(
         act = rounded(own * act, spec.router_product)
     act = rounded(act, spec.swiglu_output)
     if spec.router_position == "swiglu_output":
-        act = rounded(rounded(own * act, spec.router_product), spec.swiglu_output)
-    stored = torch.bfloat16 if spec.swiglu_output == "bf16" else torch.float32
+        act = rounded(own * act, spec.router_product)
+    last = spec.router_product if spec.router_position == "swiglu_output" else spec.swiglu_output
+    stored = torch.bfloat16 if last == "bf16" else torch.float32
     fc2 = rounded(_linear(act, slots, w2.to(operand), spec, stored), spec.fc2_output)
 
     shape = (tokens, top_k, -1)

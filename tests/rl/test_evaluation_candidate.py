@@ -37,7 +37,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Run:
     run = Run(place / "time", make_model(place / "base"), place / "trained")
     spec = [
         "spec.last_layers_bf16=1",
-        "+spec.sampler.weight_scale_domain=expert",
+        "+spec.sampler.weight.outer_domain=expert",
         "spec.allow_difference=true",
     ]
     policy = make_run(run.folder, run.base, *spec)
@@ -116,7 +116,7 @@ def test_what_is_no_model_is_refused(run: Run, tmp_path: Path):
 
 def test_trained_is_the_samplers_map_in_the_run_and_names_are_specs_for_all_layers(run: Run):
     candidate = open_it(run.folder, run)
-    quantised = named_spec("minite", {"weight_scale_domain": "expert"})
+    quantised = named_spec("minite", {"weight.outer_domain": "expert"})
     assert candidate.precision_map("trained").layers == (quantised, named_spec("bf16"))
     assert candidate.precision_map("bf16").layers == (named_spec("bf16"),) * 2
 
