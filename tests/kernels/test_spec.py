@@ -7,6 +7,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -83,6 +84,17 @@ def test_fingerprints_are_stable_across_processes(hash_seed: str) -> None:
         text=True,
         check=True,
     )
+    assert json.loads(output.stdout) == GOLDEN
+
+
+@pytest.mark.parametrize("python", ["python3.12", "python3.13", "python3.14"])
+def test_fingerprints_are_stable_across_python_versions(python: str) -> None:
+    if shutil.which(python) is None or subprocess.run([python, "-c", ""], capture_output=True).returncode:
+        pytest.skip(f"no {python} here")
+    program = "import json; from kernels.catalogue import CATALOGUE, named_spec; "
+    program += "print(json.dumps({name: named_spec(name).fingerprint for name in CATALOGUE}))"
+    root = Path(__file__).parents[2]
+    output = subprocess.run([python, "-c", program], cwd=root, capture_output=True, text=True, check=True)
     assert json.loads(output.stdout) == GOLDEN
 
 
