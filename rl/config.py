@@ -42,6 +42,7 @@ class RunConfig:
         _require(
             self.name not in ("", ".", "..") and "/" not in self.name, "run.name", self.name, "a folder name"
         )
+        _require(0 <= self.seed < 2**32, "run.seed", self.seed, "in [0, 2**32)")
         _require(self.iterations >= 1, "run.iterations", self.iterations, "at least 1")
         _require(self.checkpoint_every >= 1, "run.checkpoint_every", self.checkpoint_every, "at least 1")
         _require(self.keep_checkpoints >= 1, "run.keep_checkpoints", self.keep_checkpoints, "at least 1")
@@ -166,6 +167,12 @@ class AlgorithmConfig:
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
 
     def __post_init__(self) -> None:
+        _require(
+            self.sampling.temperature > 0,
+            "algorithm.sampling.temperature",
+            self.sampling.temperature,
+            "more than 0: greedy responses to a prompt are all alike",
+        )
         relative = self.dynamic_sampling or self.advantage.estimator != "gae"
         _require(
             self.group_size >= (2 if relative else 1),

@@ -17,7 +17,7 @@ from learner.families.architecture import Architecture
 from learner.families.registry import family_of
 from learner.folders import read_config
 from rl.config import ModelConfig
-from rl.errors import DataError
+from rl.errors import ConfigError, DataError
 
 _FORMAT = 1  # raise it when the same settings give other weights
 
@@ -61,8 +61,13 @@ def cached_folder(cache: Path, kind: str, key: dict[str, Any], make: Callable[[P
     folder = cache / f"{kind}-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
     if folder.is_dir():
         return folder
-    cache.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(prefix=f".{kind}-", dir=cache))
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        scratch = Path(tempfile.mkdtemp(prefix=f".{kind}-", dir=cache))
+    except OSError as error:
+        raise ConfigError(
+            f"run.cache_dir={cache}: a folder that can be written ({error.strerror})"
+        ) from error
     try:
         make(scratch)
         (scratch / "cache_key.json").write_text(text)
@@ -111,6 +116,10 @@ def _random_model(config: ModelConfig, tokenizer_folder: Path, seed: int, cache:
 
 def _upcycled_model(config: ModelConfig, seed: int, cache: Path) -> Path:
     settings = {"source": config.path, "experts": config.experts, "noise": config.noise, "seed": seed}
+    source = Path(str(config.path))
+    content = (
+        folder_digest(source) if source.is_dir() else config.path
+    )  # a package is pinned by the lock file
 
     def make(folder: Path) -> None:
         # In a process of its own: it needs several times the model's memory, which the driver would keep.
@@ -121,4 +130,4 @@ def _upcycled_model(config: ModelConfig, seed: int, cache: Path) -> Path:
             reason = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
             raise DataError(f"model: {reason.removeprefix('upcycle: ')}")
 
-    return cached_folder(cache, "upcycled", settings, make)
+    return cached_folder(cache, "upcycled", {**settings, "content": content}, make)

@@ -49,13 +49,6 @@ def _model_problems(config: Config, model: Architecture) -> Iterator[str]:
     for width, value in (("hidden size", model.hidden), ("expert FFN width", model.expert_ffn)):
         if value % multiple:
             yield f"spec.name={config.spec.name}: the model's {width} {value} is not a multiple of {multiple}"
-    if model.experts % config.learner.expert_parallel:
-        yield (
-            f"learner.expert_parallel={config.learner.expert_parallel} does not divide the model's"
-            f" {model.experts} experts"
-        )
-    if config.algorithm.objective.critic is not None:
-        yield "algorithm.objective.critic is set (algorithm=ppo), and the learner has no value function"
     if config.sampler.max_model_len > model.max_positions:
         yield (
             f"sampler.max_model_len={config.sampler.max_model_len} is more than the model's"

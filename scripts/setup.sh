@@ -40,6 +40,7 @@ torch=$(grep '^torch==' "$LOCK")
 # The CPU build of torch is found where pip looks anyway (a mirror, local wheels) or on PyTorch's own index.
 pip "$torch" 2>/dev/null || pip --index-url https://download.pytorch.org/whl/cpu "$torch" \
     || fail "could not install $torch"
+echo "setup: torch is installed, the other packages follow (some minutes)"
 pip "$(grep '^setuptools==' "$LOCK")"
 pip --requirement "$LOCK" || fail "could not install $LOCK"
 pip --no-build-isolation --editable . || fail "could not install minite itself"

@@ -5,6 +5,8 @@ Options of a suite that is named by `--pyargs` must come from a plug-in: pytest 
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
 from kernels.catalogue import named_spec
@@ -25,6 +27,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
             " or a kernels.conformance.Adapter",
         )
     group.addoption("--spec", metavar="NAME", help="execution spec to which both must conform as well")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Refuse options that name nothing in one line, before any test. Raises pytest.UsageError."""
+    here = str(config.invocation_params.dir)
+    if here not in sys.path:  # the command `pytest`, unlike `python -m pytest`, leaves it out
+        sys.path.insert(0, here)
+    for side in SIDES:
+        adapter(config, side)
+    execution_spec(config)
 
 
 def adapter(config: pytest.Config, side: str) -> Adapter:

@@ -123,6 +123,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     torch.set_grad_enabled(False)
     try:
+        _check_options(options)
         if options.heatmap:
             _heatmap(options)
         elif options.table:
@@ -133,6 +134,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"spec_diff: {error}", file=sys.stderr)
         return 2
     return 0
+
+
+def _check_options(options: argparse.Namespace) -> None:
+    """Raises ValueError for options that do not go together and for files that could not be written."""
+    mode = "--heatmap" if options.heatmap else "--table" if options.table else "A B"
+    unused = {
+        "A and B": options.left is not None and mode != "A B",
+        "--specs": options.specs is not None and mode != "--heatmap",
+        "--layer": options.layer is not None and mode == "--table",
+        "--json": options.json is not None and mode == "--table",
+    }
+    for name in (name for name, given in unused.items() if given):
+        raise ValueError(f"{name} has no use with {mode}")
+    for file in (options.json, options.heatmap):
+        if file is not None and (file.is_dir() or not file.resolve().parent.is_dir()):
+            raise ValueError(f"{file} cannot be written: it is a folder, or its folder does not exist")
 
 
 def _compare(options: argparse.Namespace) -> None:

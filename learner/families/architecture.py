@@ -12,7 +12,7 @@ from transformers import PretrainedConfig
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
     """A decoder with grouped-query attention, rotary positions, RMS norms, and SwiGLU experts in every
-    layer.
+    layer. Raises ValueError for numbers that do not fit each other.
     """
 
     layers: int
@@ -30,6 +30,16 @@ class Architecture:
     tied_embeddings: bool
     qk_norm: bool  # an RMS norm over each query and key head
     renormalize_router: bool  # router coefficients of the chosen experts sum to one
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.experts_per_token <= self.experts:
+            raise ValueError(
+                f"{self.experts_per_token} experts a token must lie in [1, {self.experts}], the experts that there are"
+            )
+        if self.heads % self.kv_heads:
+            raise ValueError(
+                f"{self.heads} attention heads cannot share {self.kv_heads} key-value heads evenly"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

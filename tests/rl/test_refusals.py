@@ -53,6 +53,11 @@ CASES = {
     "empty data set": (["data=gsm8k", "data.path={empty}"], "empty"),
     "missing column": (["data=gsm8k", "data.path={no_answer}"], "answer"),
     "algorithm without its critic": (["algorithm=ppo"], "algorithm.objective.critic"),
+    "seed below zero": (["run.seed=-1"], "run.seed=-1"),
+    "greedy training": (["algorithm.sampling.temperature=0"], "algorithm.sampling.temperature=0"),
+    "more experts a token than there are": (["model.hf_config.num_experts_per_tok=9"], "9 experts a token"),
+    "heads that cannot share keys": (["model.hf_config.num_attention_heads=3"], "3 attention heads"),
+    "cache that cannot be written": (["run.cache_dir=/proc/nope"], "run.cache_dir=/proc/nope"),
     "resume from nothing": (["run.resume=/nowhere/run"], "/nowhere/run"),
 }
 
