@@ -33,6 +33,7 @@ class LearnerConfig:
     warmup_steps: int = 0  # steps over which the learning rate rises linearly to `lr`
     micro_batch_tokens: int = 8192  # padded tokens in one micro-batch
     logits_bytes: int = 256 * 1024 * 1024  # bound on one chunk of FP32 logits
+    data_parallel: int = 1  # processes that share out each mini-batch; see `learner.data_parallel`
     tensor_parallel: int = 1
     expert_parallel: int = 1
     pipeline_parallel: int = 1
@@ -50,8 +51,9 @@ class LearnerConfig:
         check("warmup_steps", lambda v: v >= 0, "must not be negative")
         check("micro_batch_tokens", lambda v: v >= 1, "must be at least 1")
         check("logits_bytes", lambda v: v >= 1, "must be at least 1")
+        check("data_parallel", lambda v: v >= 1, "must be at least 1")
         for name in ("tensor_parallel", "expert_parallel", "pipeline_parallel"):
-            check(name, lambda v: v == 1, "must be 1: the learner runs in one process")
+            check(name, lambda v: v == 1, "must be 1: each process of the learner holds the whole model")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,16 +101,22 @@ class KLConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CriticConfig:
-    """The value function that generalised advantage estimation needs; see `learner.value_loss`.
+    """The value function that generalised advantage estimation needs; see `learner.critic`, `learner.value_loss`.
+
+    Whatever is not set here (optimiser, micro-batches, ...) is as LearnerConfig has it for the policy.
 
     Raises ValueError naming field, value and rule.
     """
 
     value_clip: float | None = 0.2  # a value moves no further from its old one in one update; None: no bound
+    lr: float | None = None  # None: the policy's
+    warmup_iterations: int = 0  # first iterations of a run, in which the critic alone learns
 
     def __post_init__(self) -> None:
         check = checker(self)
-        check("value_clip", lambda v: v is None or 0 < v < math.inf, "must be None or positive and finite")
+        for name in ("value_clip", "lr"):
+            check(name, lambda v: v is None or 0 < v < math.inf, "must be None or positive and finite")
+        check("warmup_iterations", lambda v: v >= 0, "must not be negative")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,13 +1,15 @@
-"""The policy as a Megatron-core GPTModel, put together from specs and subclasses."""
+"""Policy and value function as Megatron-core GPTModels, put together from specs and subclasses."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from kernels.precision_map import PrecisionMap
 from learner.families.architecture import Architecture
@@ -23,7 +25,7 @@ from learner.modules import CausalAttention, RMSNorm, Rotary, Router
 from learner.moe import Experts, SpecifiedMoELayer
 
 
-class PolicyModel(GPTModel):
+class Trunk(GPTModel):
     """A GPTModel that stops before the output layer."""
 
     def __init__(self, architecture: Architecture, precision_map: PrecisionMap, dtype: torch.dtype) -> None:
@@ -51,16 +53,29 @@ class PolicyModel(GPTModel):
         embedded = self.embedding(input_ids=tokens, position_ids=None)
         return self.decoder(hidden_states=embedded, attention_mask=None, rotary_pos_emb=rotary)
 
+    def experts(self) -> list[Experts]:
+        """The experts of each layer."""
+        return [layer.mlp.experts for layer in self.decoder.layers]
+
+
+class PolicyModel(Trunk):
+    """A trunk with its output layer, which is the embedding when the two are tied."""
+
     @property
     def output_weight(self) -> torch.Tensor:
-        """[V, H], which is the embedding when the two are tied."""
+        """[V, H]"""
         if self.share_embeddings_and_output_weights:
             return self.shared_embedding_or_output_weight()
         return self.output_layer.weight
 
-    def experts(self) -> list[Experts]:
-        """The experts of each layer."""
-        return [layer.mlp.experts for layer in self.decoder.layers]
+
+class ValueModel(Trunk):
+    """A trunk with a linear head of one output, in FP32, in place of the output layer."""
+
+    def __init__(self, architecture: Architecture, precision_map: PrecisionMap, dtype: torch.dtype) -> None:
+        # Megatron allocates no output layer where it is said to be the embedding.
+        super().__init__(replace(architecture, tied_embeddings=True), precision_map, dtype)
+        self.value_head = nn.Linear(architecture.hidden, 1, dtype=torch.float32)
 
 
 def _transformer_config(architecture: Architecture, dtype: torch.dtype) -> TransformerConfig:

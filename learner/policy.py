@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from kernels.experts import wire_name
-from kernels.guard import check_guards
 from kernels.precision_map import PrecisionMap
 from kernels.report import EngineReport
-from learner import checkpoint, convert
-from learner.batch import Totals, TrainBatch, check_sequences, cut
-from learner.config import LearnerConfig, ObjectiveConfig
-from learner.families.architecture import Architecture
-from learner.families.registry import family_of
-from learner.folders import carry_from, read_config, read_state, write_model
+from learner import convert
+from learner.batch import Totals, TrainBatch, cut
+from learner.config import ObjectiveConfig
+from learner.folders import carry_from, write_model
 from learner.logprobs import TokenScores, token_scores
-from learner.mapping import is_expert, rules
+from learner.mapping import is_expert
 from learner.model import PolicyModel
 from learner.objective import negative_log_likelihood, policy_loss
-from learner.optimizer import Optimizer
-from learner.runtime import deterministic, start
+from learner.runtime import deterministic
+from learner.trainable import Trainable, check_precision_map
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,46 +36,15 @@ class Scores:
     outside_nucleus: torch.Tensor
 
 
-LossOf = Callable[
-    [TrainBatch, torch.Tensor, torch.Tensor, Totals], tuple[torch.Tensor, dict[str, torch.Tensor]]
-]
-
-
-class Policy:
-    """A Megatron-core model whose expert layers run under a precision map, with its optimiser.
-
-    model_dir: a Hugging Face folder of a supported family. seed: of torch's generator in this process.
+class Policy(Trainable):
+    """The model that samples, as the learner holds it; see `Trainable` for what it is made from and what it raises.
 
     Log-probabilities are FP32 and of the distribution softmax(logits / temperature), cut to its nucleus by
-    top_p. The same calls on the same machine give the same bits. Loss and gradient do not depend on how a
-    batch is cut into micro-batches, up to the rounding of FP32 sums.
-
-    Raises FileNotFoundError for a folder without a model, and ValueError for a model that this package
-    cannot hold, for weights that do not fit it, and for a precision map that does not fit it.
+    top_p.
     """
 
-    def __init__(
-        self, model_dir: str | Path, precision_map: PrecisionMap, config: LearnerConfig, seed: int
-    ) -> None:
-        self.model_dir = Path(model_dir)
-        self.precision_map = precision_map
-        self.config = config
-        self.hf_config = read_config(self.model_dir)
-        family = family_of(self.hf_config)
-        self.architecture = family.read(self.hf_config)
-        _check_precision_map(precision_map, self.architecture)
-        self.device = start(config)
-        torch.manual_seed(seed)
-
-        self.rules = rules(family, self.architecture)
-        model = PolicyModel(self.architecture, precision_map, getattr(torch, config.dtype))
-        shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-        weights = convert.to_megatron(read_state(self.model_dir), self.rules, shapes)
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                parameter.copy_(weights[name])
-        self.model = model.to(self.device)
-        self.optimizer = Optimizer(self.model.named_parameters(), config)
+    model_class = PolicyModel
+    model: PolicyModel
 
     def score(
         self,
@@ -117,22 +81,17 @@ class Policy:
         temperature, top_p: those with which the tokens were sampled. Returns `loss`,
         `grad_norm` (before clipping), `lr`, `tokens`, and means over the tokens in the loss mask: `entropy`
         and what `policy_loss` sums. Raises ValueError for a batch without response tokens or without what the
-        objective needs, for an objective with a critic, and when a value that is not finite reaches a quantiser;
-        FloatingPointError when an input, a log-probability, the loss or the gradient is not finite; no weight has
-        changed then.
+        objective needs, and when a value that is not finite reaches a quantiser; FloatingPointError when an input, a
+        log-probability, the loss or the gradient is not finite; no weight has changed then.
         """
-        if objective.critic is not None:
-            raise ValueError("objective.critic is set, and this learner has no value function")
-        _check_finite_inputs(batch)
+        entropy_gradient = objective.entropy_coefficient != 0
 
-        def loss(
-            part: TrainBatch, logp: torch.Tensor, entropy: torch.Tensor, totals: Totals
-        ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-            return policy_loss(part, logp, entropy, totals, objective)
+        def loss(part: TrainBatch, totals: Totals) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+            scored = self._token_scores(part.tokens, part.loss_mask, temperature, top_p, entropy_gradient)
+            loss, sums = policy_loss(part, scored.logp, scored.entropy, totals, objective)
+            return loss, sums | {"entropy": scored.entropy.sum()}
 
-        return self._step(
-            batch, loss, temperature, top_p, entropy_gradient=objective.entropy_coefficient != 0
-        )
+        return self._step(batch, loss)
 
     def supervised_step(
         self, tokens: torch.Tensor, lengths: torch.Tensor, loss_mask: torch.Tensor, lr: float | None = None
@@ -145,12 +104,11 @@ class Policy:
         unused = torch.zeros(tokens.shape, dtype=torch.float32)
         batch = TrainBatch(tokens, lengths, loss_mask, unused, unused, unused[:, 0])
 
-        def loss(
-            part: TrainBatch, logp: torch.Tensor, entropy: torch.Tensor, totals: Totals
-        ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        def loss(part: TrainBatch, totals: Totals) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+            logp = self._token_scores(part.tokens, part.loss_mask, temperature=1.0, top_p=1.0).logp
             return negative_log_likelihood(logp, part.loss_mask, totals.tokens), {}
 
-        return self._step(batch, loss, lr=lr)["loss"]
+        return self._step(batch, loss, lr)["loss"]
 
     def export(self, precision_map: PrecisionMap | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         """Every weight by the name under which it travels to a sampler.
@@ -161,7 +119,7 @@ class Policy:
         masters under that spec. All are views where possible: valid until the next update.
         """
         target = precision_map or self.precision_map
-        _check_precision_map(target, self.architecture)
+        check_precision_map(target, self.architecture)
         outside = [rule for rule in self.rules if not is_expert(rule.megatron)]
         yield from convert.to_hf(self._state(), outside)
         for layer, experts in enumerate(self.model.experts()):
@@ -177,14 +135,6 @@ class Policy:
         state = dict(convert.to_hf(self._state(), self.rules))
         write_model(Path(folder), self.hf_config, state, carry_from(self.model_dir))
 
-    def checkpoint(self, folder: str | Path) -> None:
-        """Write weights, optimiser, step count and generator state into a new folder."""
-        checkpoint.save(Path(folder), self.model, self.optimizer, self._identity())
-
-    def restore(self, folder: str | Path) -> None:
-        """Go on from `checkpoint`, bit for bit. Raises ValueError when it belongs to another model or map."""
-        checkpoint.load(Path(folder), self.model, self.optimizer, self._identity())
-
     def report(self) -> EngineReport:
         experts = self.model.experts()
         return EngineReport(
@@ -195,55 +145,6 @@ class Policy:
             expert_calls=sum(layer.calls for layer in experts),
         )
 
-    @property
-    def steps(self) -> int:
-        """Optimiser steps taken since the model folder was loaded, over all restored runs."""
-        return self.optimizer.steps
-
-    def _step(
-        self,
-        batch: TrainBatch,
-        loss_of: LossOf,
-        temperature: float = 1.0,
-        top_p: float = 1.0,
-        lr: float | None = None,
-        entropy_gradient: bool = False,
-    ) -> dict[str, float]:
-        self._check_sequences(batch.tokens, batch.lengths, batch.loss_mask)
-        totals = batch.totals
-        if totals.tokens == 0:
-            raise ValueError("the batch has no token in its loss mask")
-        metrics: defaultdict[str, float] = defaultdict(float)
-        self.optimizer.zero_grad()
-        with deterministic():
-            with self._guarded():
-                for part in batch.micro_batches(self.config.micro_batch_tokens):
-                    part = part.to(self.device)
-                    scored = self._token_scores(
-                        part.tokens, part.loss_mask, temperature, top_p, entropy_gradient
-                    )
-                    loss, sums = loss_of(part, scored.logp, scored.entropy, totals)
-                    if not torch.isfinite(loss):
-                        raise FloatingPointError(
-                            f"the loss of a micro-batch is {loss.item()}; no weight was changed"
-                        )
-                    loss.backward()
-                    metrics["loss"] += loss.item()
-                    for name, value in (sums | {"entropy": scored.entropy.sum()}).items():
-                        metrics[name] += value.item() / totals.tokens
-            grad_norm, used_lr = self.optimizer.step(lr)
-        return {**metrics, "grad_norm": grad_norm, "lr": used_lr, "tokens": float(totals.tokens)}
-
-    @contextmanager
-    def _guarded(self) -> Iterator[None]:
-        """Around work of the experts, before its results are used. An error that values which reached a quantiser
-        led to is replaced by the one that names layer and expert.
-        """
-        try:
-            yield
-        finally:
-            check_guards(experts.guard for experts in self.model.experts())
-
     def _token_scores(
         self,
         tokens: torch.Tensor,
@@ -253,12 +154,10 @@ class Policy:
         entropy_gradient: bool = False,
     ) -> TokenScores:
         """Scores [B, S], zero outside the mask. Logits exist at masked-in tokens only."""
-        rows, positions = mask.nonzero(as_tuple=True)
-        hidden = self.model.hidden_states(tokens)[positions - 1, rows]
         scored = token_scores(
-            hidden,
+            self._hidden_before(tokens, mask),
             self.model.output_weight,
-            tokens[rows, positions],
+            tokens[mask],
             temperature=temperature,
             top_p=top_p,
             logits_bytes=self.config.logits_bytes,
@@ -267,52 +166,7 @@ class Policy:
         bad = int((~torch.isfinite(scored.logp)).sum())
         if bad:
             raise FloatingPointError(f"{bad} of {len(scored.logp)} log-probabilities are not finite")
-        return TokenScores(
-            *(part.new_zeros(mask.shape).index_put((rows, positions), part) for part in scored)
-        )
-
-    def _check_sequences(self, tokens: torch.Tensor, lengths: torch.Tensor, mask: torch.Tensor) -> None:
-        check_sequences(tokens, lengths, mask)
-        longest, limit = int(lengths.max()), self.architecture.max_positions
-        if longest > limit:
-            raise ValueError(f"a sequence has {longest} tokens, the model has {limit} positions")
-        vocab = self.architecture.vocab
-        if bool(((tokens < 0) | (tokens >= vocab)).any()):
-            raise ValueError(
-                f"tokens must lie in [0, {vocab}), got {int(tokens.min())} to {int(tokens.max())}"
-            )
+        return TokenScores(*(part.new_zeros(mask.shape).index_put((mask,), part) for part in scored))
 
     def _state(self) -> dict[str, torch.Tensor]:
         return {name: parameter.detach() for name, parameter in self.model.named_parameters()}
-
-    def _identity(self) -> dict[str, object]:
-        return {
-            "architecture": asdict(self.architecture),
-            "dtype": self.config.dtype,
-            "precision_map": self.precision_map.fingerprint,
-        }
-
-
-def _check_precision_map(precision_map: PrecisionMap, architecture: Architecture) -> None:
-    if len(precision_map.layers) != architecture.layers:
-        raise ValueError(
-            f"the precision map has {len(precision_map.layers)} layers, the model has {architecture.layers}"
-        )
-    widths = {"hidden size": architecture.hidden, "expert width": architecture.expert_ffn}
-    for layer, spec in enumerate(precision_map.layers):
-        for name, width in widths.items():
-            if width % spec.width_multiple:
-                raise ValueError(
-                    f"layer {layer} runs under {spec.name!r}: {spec.width_multiple} must divide the {name},"
-                    f" got {width}"
-                )
-
-
-def _check_finite_inputs(batch: TrainBatch) -> None:
-    for name in ("old_logp", "sampler_logp", "advantages", "reference_logp"):
-        if getattr(batch, name) is None:
-            continue
-        values = batch.in_loss(name)
-        bad = int((~torch.isfinite(values)).sum())
-        if bad:
-            raise FloatingPointError(f"{bad} of {values.numel()} values of {name} in the loss are not finite")

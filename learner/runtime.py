@@ -14,10 +14,11 @@ from learner.megatron_api import parallel_state
 
 
 def start(config: LearnerConfig) -> torch.device:
-    """Set threads, join a process group of one (gloo on CPU, nccl on CUDA) and Megatron's groups over it.
+    """Set threads, join the process group (gloo on CPU, nccl on CUDA) and Megatron's groups over it.
 
-    What this process already holds is kept. Raises RuntimeError when the device is absent, and ValueError
-    when a process group of another size exists.
+    With `data_parallel` ranks each of as many processes must come here, with the environment variables by which
+    torchrun tells them of each other. What this process already holds is kept. Raises RuntimeError when the device is
+    absent, and ValueError when a process group of another size exists.
     """
     device = torch.device(config.device)
     if config.threads:
@@ -32,9 +33,14 @@ def start(config: LearnerConfig) -> torch.device:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     if not dist.is_initialized():
         backend = "nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    if dist.get_world_size() != 1:
-        raise ValueError(f"the learner runs in one process, found a process group of {dist.get_world_size()}")
+        if config.data_parallel == 1:
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        else:
+            dist.init_process_group(backend)
+    if dist.get_world_size() != config.data_parallel:
+        raise ValueError(
+            f"LearnerConfig.data_parallel={config.data_parallel}, found a process group of {dist.get_world_size()}"
+        )
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel()
     return device

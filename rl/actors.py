@@ -1,4 +1,4 @@
-"""The three actors of a run, each a thin wrapper: the work is done by plain classes that know nothing of Ray."""
+"""The actors of a run, each a thin wrapper: the work is done by plain classes that know nothing of Ray."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch
 
     from learner.batch import TrainBatch
-    from learner.config import LearnerConfig, ObjectiveConfig
+    from learner.config import CriticConfig, LearnerConfig, ObjectiveConfig
     from learner.policy import Scores
     from rl.cluster import Remote
     from rl.rollout import Sequences
@@ -96,6 +96,35 @@ class LearnerActor(Actor):
 
     def save_hf(self, folder: Path) -> None:
         self.policy.save_hf(folder)
+
+
+class CriticActor(Actor):
+    """`learner.critic.Critic` behind Ray."""
+
+    def __init__(
+        self,
+        model_dir: Path,
+        precision_map: PrecisionMap,
+        config: LearnerConfig,
+        critic: CriticConfig,
+        seed: int,
+    ):
+        super().__init__()
+        from learner.critic import Critic
+
+        self.critic = Critic(model_dir, precision_map, config, critic, seed)
+
+    def values(self, sequences: Sequences) -> torch.Tensor:
+        return self.critic.values(sequences.tokens, sequences.lengths, sequences.loss_mask)
+
+    def update(self, batch: TrainBatch) -> dict[str, float]:
+        return self.critic.update(batch)
+
+    def checkpoint(self, folder: Path) -> None:
+        self.critic.checkpoint(folder)
+
+    def restore(self, folder: Path) -> None:
+        self.critic.restore(folder)
 
 
 class SamplerActor(Actor):

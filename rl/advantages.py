@@ -80,6 +80,18 @@ def generalised_advantages(
     return advantages, advantages + value
 
 
+def explained_variance(values: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor) -> float | None:
+    """1 - var(return - value) / var(return) over the tokens of mask bool [B, S], computed in float64: 1 for values that
+    are the returns, 0 for values that say nothing, less for values that mislead. None for returns that are all equal.
+
+    values, returns: [B, S].
+    """
+    target, error = returns[mask].double(), (returns - values)[mask].double()
+    if bool((target == target[:1]).all()):
+        return None
+    return (1 - error.var(correction=0) / target.var(correction=0)).item()
+
+
 def whiten(advantages: torch.Tensor, mask: torch.Tensor, epsilon: float = EPSILON) -> torch.Tensor:
     """(a - mean) / (std + epsilon) over the tokens of the mask, float64 [B, S], zero outside of it.
 

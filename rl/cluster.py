@@ -39,9 +39,7 @@ def local_cluster(object_store_mib: int) -> Iterator[None]:
 
     ray.init(
         address="local",
-        num_cpus=max(
-            os.cpu_count() or 1, 4
-        ),  # actors take turns on the cores: they are not scheduled by them
+        num_cpus=1,  # also the idle workers that Ray starts ahead; actors ask for none
         include_dashboard=False,
         _node_ip_address="127.0.0.1",
         object_store_memory=object_store_mib * 2**20,
@@ -64,7 +62,8 @@ def start_actor(actor_class: Any, name: str, threads: int, log: Path, *args: Any
     environment = _ENGINE_ENVIRONMENT | {LOG_VARIABLE: str(log)}
     if threads:
         environment["OMP_NUM_THREADS"] = str(threads)
-    options = {"name": name, "num_cpus": 1, "max_restarts": 0, "runtime_env": {"env_vars": environment}}
+    # The actors of a run take turns on the cores: Ray must not keep one waiting until a core is its own.
+    options = {"name": name, "num_cpus": 0, "max_restarts": 0, "runtime_env": {"env_vars": environment}}
     return Remote(ray.remote(actor_class).options(**options).remote(*args))
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from kernels.catalogue import named_spec
 from kernels.precision_map import PrecisionMap
-from rl.actors import LearnerActor, SamplerActor, WeightSyncActor, peak_memory_mib
+from rl.actors import CriticActor, LearnerActor, SamplerActor, WeightSyncActor, peak_memory_mib
 from rl.checkpoint import Checkpoint, CheckpointStore
 from rl.cluster import Remote, local_cluster, start_actor, stop_actor, wait
 from rl.compose import to_yaml
@@ -41,15 +41,15 @@ from sampler.model_check import check_model
 
 log = logging.getLogger(__name__)
 
-_LEARNER = "learner"  # its folder in a checkpoint
+_LEARNER, _CRITIC = "learner", "critic"  # their folders in a checkpoint
 _DATA = "data"  # what the driver's state in a checkpoint says of the data
 _BEFORE_THE_FIRST_STEP = -1  # where a run goes on that was stopped before its first checkpoint
 
 
 @dataclass(frozen=True)
 class Job:
-    """What the driver works with. `restored` is the driver's state in the checkpoint, empty for a new run; `reference`
-    is the policy that the run started from, where the objective asks for one.
+    """What the driver works with. `restored` is the driver's state in the checkpoint, empty for a new run. Where the
+    objective asks for them, `reference` is the policy that the run started from, and `critic` its value function.
     """
 
     config: Config
@@ -64,6 +64,7 @@ class Job:
     checkpoints: CheckpointStore
     restored: dict[str, Any]
     reference: Remote | None = None
+    critic: Remote | None = None
     exams: Sequence[Exam] = ()
 
     def generate(
@@ -119,16 +120,25 @@ class Job:
             "memory/sampler": max(wait([sampler.later.memory_mib() for sampler in self.samplers])),
             "memory/weight_sync": self.weight_sync.memory_mib(),
         }
+        if self.reference is not None:
+            memory["memory/reference"] = self.reference.memory_mib()
+        if self.critic is not None:
+            memory["memory/critic"] = self.critic.memory_mib()
         self.logger.log(step, {**metrics, **memory})
         self.view.step(step, {**metrics, **memory})
 
     def save(self, step: int, state: dict[str, Any]) -> None:
-        """Write a checkpoint: the learner's state and the driver's, whose data cursor is state["position"]."""
+        """Write a checkpoint: the state of learner, critic and driver, whose data cursor is state["position"]."""
         started = time.perf_counter()
         self.view.stage("checkpoint")
         state = state | {_DATA: self.task.prompts.bookmark(state["position"])}
-        self.checkpoints.save(step, lambda folder: self.learner.checkpoint(folder / _LEARNER), state)
+        self.checkpoints.save(step, self._checkpoint_models, state)
         self.logger.log(step, {"time/checkpoint": time.perf_counter() - started})
+
+    def _checkpoint_models(self, folder: Path) -> None:
+        self.learner.checkpoint(folder / _LEARNER)
+        if self.critic is not None:
+            self.critic.checkpoint(folder / _CRITIC)
 
     def engine_reports(self) -> list[Any]:
         return [
@@ -200,9 +210,11 @@ def open_job(plan: Plan) -> Iterator[Job]:
         )
         stack.enter_context(rewards)
         stack.enter_context(local_cluster(config.run.object_store_mib))
-        learner, samplers, weight_sync, reference = _start_engines(plan, folder, view)
+        learner, samplers, weight_sync, reference, critic = _start_engines(plan, folder, view)
         if checkpoint:
             learner.restore(checkpoint.path / _LEARNER)
+            if critic is not None:
+                critic.restore(checkpoint.path / _CRITIC)
         checkpoints = CheckpointStore(folder.checkpoints, config.run.keep_checkpoints)
         restored = (
             {key: value for key, value in checkpoint.state.items() if key != _DATA} if checkpoint else {}
@@ -220,6 +232,7 @@ def open_job(plan: Plan) -> Iterator[Job]:
             checkpoints,
             restored,
             reference,
+            critic,
             plan.exams,
         )
         reports = job.engine_reports()
@@ -281,8 +294,8 @@ def _log_to(folder: RunFolder, view: RunView) -> Iterator[None]:
 
 def _start_engines(
     plan: Plan, folder: RunFolder, view: RunView
-) -> tuple[Remote, list[Remote], Remote, Remote | None]:
-    """Learner, samplers, weight sync and reference policy, after a warm start where one is asked for."""
+) -> tuple[Remote, list[Remote], Remote, Remote | None, Remote | None]:
+    """Learner, samplers, weight sync, reference policy and critic, after a warm start where one is asked for."""
     config = plan.config
     model = _warm_model(plan, folder, view)
     view.message("starting vLLM (sampler) and Megatron-core (learner)")
@@ -296,10 +309,13 @@ def _start_engines(
     weight_sync = start_actor(
         WeightSyncActor, "weight_sync", 1, sync_log, learner, [sampler], plan.sampler_map
     )
-    reference = None
+    reference = critic = None
     if config.algorithm.needs_reference:
         reference = _start_learner(plan, model, plan.learner_map, folder, "reference")
-    return learner, [sampler], weight_sync, reference
+    if config.algorithm.objective.critic is not None:
+        critic = _start_critic(plan, model, folder)
+    wait([engine.later.ready() for engine in (reference, critic) if engine is not None])
+    return learner, [sampler], weight_sync, reference, critic
 
 
 def _start_learner(
@@ -308,6 +324,18 @@ def _start_learner(
     config, log_file = plan.config, folder.path / f"{name}.log"
     arguments = (model, precision_map, config.learner, config.run.seed)
     return start_actor(LearnerActor, name, config.learner.threads, log_file, *arguments)
+
+
+def _start_critic(plan: Plan, model: Path, folder: RunFolder) -> Remote:
+    config, log_file = plan.config, folder.path / "critic.log"
+    arguments = (
+        model,
+        plan.learner_map,
+        config.learner,
+        config.algorithm.objective.critic,
+        config.run.seed,
+    )
+    return start_actor(CriticActor, "critic", config.learner.threads, log_file, *arguments)
 
 
 def _warm_model(plan: Plan, folder: RunFolder, view: RunView) -> Path:

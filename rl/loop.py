@@ -81,15 +81,15 @@ def iterate(job: Job, progress: Progress, stages: Stages) -> tuple[Progress, Met
     groups, position, metrics = collect(job, progress.position, stages)
     sequences = to_sequences(groups)
     with stages("score"):
-        scores, reference_logp = score(job, sequences)
+        scores, reference_logp, values = score(job, sequences)
     mask = sequences.loss_mask
     metrics |= gap_statistics(scores.logp[mask], sequences.sampler_logp[mask], algorithm.objective)
     metrics["gap/outside_nucleus"] = scores.outside_nucleus[mask].double().mean().item()
     with stages("update"):
         batch, statistics = training_batch(
-            groups, sequences, scores.logp, algorithm, reference_logp=reference_logp
+            groups, sequences, scores.logp, algorithm, reference_logp=reference_logp, values=values
         )
-        metrics |= statistics | update(job, batch)
+        metrics |= statistics | update(job, batch, progress)
     with stages("sync"):
         metrics |= job.weight_sync.sync(progress.version + 1)
     return Progress(progress.iteration + 1, position), metrics | {"version/weights": progress.version}
@@ -122,28 +122,42 @@ def collect(job: Job, position: int, stages: Stages) -> tuple[list[Group], int, 
     return buffer.kept, position, buffer.metrics() | response_statistics(drawn)
 
 
-def score(job: Job, sequences: Sequences) -> tuple[Scores, torch.Tensor | None]:
-    """What the learner thinks of the responses before the update, and with a KL penalty the reference policy's logp."""
+def score(job: Job, sequences: Sequences) -> tuple[Scores, torch.Tensor | None, torch.Tensor | None]:
+    """What the learner thinks of the responses before the update; with a KL penalty the reference policy's logp; with a
+    critic the values of their states.
+    """
     sampling = job.config.algorithm.sampling
     arguments = (sequences, sampling.temperature, sampling.top_p)
     scores = job.learner.score(*arguments)
-    return scores, None if job.reference is None else job.reference.score(*arguments).logp
+    reference_logp = None if job.reference is None else job.reference.score(*arguments).logp
+    values = None if job.critic is None else job.critic.values(sequences)
+    return scores, reference_logp, values
 
 
-def update(job: Job, batch: TrainBatch) -> Metrics:
-    """One optimiser step for each of `updates_per_iteration` mini-batches."""
+def update(job: Job, batch: TrainBatch, progress: Progress) -> Metrics:
+    """One optimiser step for each of `updates_per_iteration` mini-batches, of the critic and then of the policy; the
+    critic alone learns in its warm-up iterations.
+    """
     algorithm = job.config.algorithm
-    sampling = algorithm.sampling
-    steps = [
-        job.learner.update(part, algorithm.objective, sampling.temperature, sampling.top_p)
-        for part in mini_batches(batch, algorithm.updates_per_iteration)
-    ]
-    tokens = [step.pop("tokens") for step in steps]
-    policy = {
-        f"policy/{name}": reduce(f"policy/{name}", [step[name] for step in steps], tokens)
-        for name in steps[0]
+    sampling, critic = algorithm.sampling, algorithm.objective.critic
+    parts = mini_batches(batch, algorithm.updates_per_iteration)
+    metrics: Metrics = {"tokens/trained": sum(part.totals.tokens for part in parts)}
+    if job.critic is not None:
+        metrics |= combined("critic", [job.critic.update(part) for part in parts])
+    if critic is None or progress.iteration >= critic.warmup_iterations:
+        arguments = (algorithm.objective, sampling.temperature, sampling.top_p)
+        metrics |= combined("policy", [job.learner.update(part, *arguments) for part in parts])
+    return metrics
+
+
+def combined(section: str, steps: list[Metrics]) -> Metrics:
+    """The metrics of an iteration from those of its optimiser steps."""
+    tokens = [step["tokens"] for step in steps]
+    names = [name for name in steps[0] if name != "tokens"]
+    return {
+        f"{section}/{name}": reduce(f"{section}/{name}", [step[name] for step in steps], tokens)
+        for name in names
     }
-    return policy | {"tokens/trained": sum(tokens)}
 
 
 def evaluate(job: Job) -> Metrics:

@@ -146,6 +146,26 @@ _TABLE: dict[str, list[tuple[str, Reducer, str, str]]] = {
         ),
         ("policy/reference_kl", TOKEN_MEAN, "nat", "estimated KL(new || reference policy), with a KL loss"),
     ],
+    "critic": [
+        ("critic/loss", TOKEN_MEAN, "", "loss of an update of the critic"),
+        (
+            "critic/explained_variance",
+            ONCE,
+            "",
+            "1 - variance(return - value before the update) / variance(return)",
+        ),
+        ("critic/value_mean", TOKEN_MEAN, "", "mean value of a state"),
+        ("critic/return_mean", TOKEN_MEAN, "", "mean return, which the values should be"),
+        ("critic/value_error", TOKEN_MEAN, "", "mean squared difference of value and return"),
+        (
+            "critic/value_clip_share",
+            TOKEN_MEAN,
+            "share",
+            "tokens without gradient because of the bound on the change of a value",
+        ),
+        ("critic/grad_norm", MEAN, "", "global L2 norm of the critic's gradient before clipping"),
+        ("critic/lr", LAST, "", "learning rate of the critic's last update"),
+    ],
     "sync": [
         ("sync/bytes", SUM, "bytes", "bytes of weights sent to each sampler"),
         ("sync/tensors", SUM, "tensors", "tensors sent to each sampler"),
@@ -171,6 +191,8 @@ _TABLE: dict[str, list[tuple[str, Reducer, str, str]]] = {
         ("memory/learner", MAX, "MiB", "peak resident memory of the learner"),
         ("memory/sampler", MAX, "MiB", "peak resident memory of the largest sampler"),
         ("memory/weight_sync", MAX, "MiB", "peak resident memory of the weight sync"),
+        ("memory/reference", MAX, "MiB", "peak resident memory of the reference policy"),
+        ("memory/critic", MAX, "MiB", "peak resident memory of the critic"),
     ],
 }
 # Of each benchmark under each spec: benchmark/NAME/SPEC/QUANTITY. The score is the metric that stands for the

@@ -8,7 +8,7 @@ import torch
 
 from learner.batch import TrainBatch
 from learner.correction import correct
-from rl.advantages import generalised_advantages, group_advantages, whiten
+from rl.advantages import explained_variance, generalised_advantages, group_advantages, whiten
 from rl.config import AlgorithmConfig
 from rl.errors import UserError
 from rl.rollout import Group, Sequences
@@ -53,6 +53,9 @@ def training_batch(
     metrics["reward/trained"] = (rewards.mean() - penalty.sum(1).mean()).item()
 
     advantages, returns = _advantages(rewards, penalty, responses, algorithm, values)
+    if values is not None and returns is not None:
+        explained = explained_variance(values, returns, mask)
+        metrics |= {} if explained is None else {"critic/explained_variance": explained}
     if algorithm.advantage.whiten:
         advantages = whiten(advantages, mask)
     batch = TrainBatch(

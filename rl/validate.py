@@ -49,6 +49,14 @@ def _model_problems(config: Config, model: Architecture) -> Iterator[str]:
     for width, value in (("hidden size", model.hidden), ("expert FFN width", model.expert_ffn)):
         if value % multiple:
             yield f"spec.name={config.spec.name}: the model's {width} {value} is not a multiple of {multiple}"
+    if config.learner.data_parallel != 1:
+        yield (f"learner.data_parallel={config.learner.data_parallel}: must be 1, a run starts one learner")
+    critic = config.algorithm.objective.critic
+    if critic is not None and critic.warmup_iterations >= config.run.iterations:
+        yield (
+            f"algorithm.objective.critic.warmup_iterations={critic.warmup_iterations} leaves none of"
+            f" run.iterations={config.run.iterations} to the policy"
+        )
     if config.sampler.max_model_len > model.max_positions:
         yield (
             f"sampler.max_model_len={config.sampler.max_model_len} is more than the model's"

@@ -27,6 +27,7 @@ from learner.config import CorrectionConfig, CriticConfig, KLConfig, LearnerConf
         ("warmup_steps", -1),
         ("micro_batch_tokens", 0),
         ("logits_bytes", 0),
+        ("data_parallel", 0),
         ("tensor_parallel", 2),
         ("expert_parallel", 2),
         ("pipeline_parallel", 2),
@@ -82,6 +83,8 @@ def test_a_constant_length_is_needed_for_dr_grpo_alone() -> None:
         (KLConfig, "estimator", "k4"),
         (KLConfig, "place", "both"),
         (CriticConfig, "value_clip", 0.0),
+        (CriticConfig, "lr", 0.0),
+        (CriticConfig, "warmup_iterations", -1),
     ],
 )
 def test_parts_of_the_objective_name_field_value_and_rule(config: type, field: str, value: object) -> None:

@@ -183,10 +183,24 @@ def test_a_kl_penalty_pulls_towards_the_reference(
     assert (back - start).abs().mean() < (moved - start).abs().mean()
 
 
-def test_an_objective_with_a_critic_is_refused(model_folder: MakeFolder, sequences: Sequences) -> None:
-    policy = make_policy(model_folder("mixtral"))
-    with pytest.raises(ValueError, match=r"objective\.critic is set"):
-        policy.update(make_batch(policy, sequences), ObjectiveConfig(critic=CriticConfig()), 1.0)
+def test_a_critic_changes_nothing_in_the_update_of_the_policy(
+    model_folder: MakeFolder, sequences: Sequences
+) -> None:
+    batch = make_batch(make_policy(model_folder("mixtral")), sequences)
+    results = []
+    for critic in (None, CriticConfig()):
+        policy = make_policy(model_folder("mixtral"))
+        results.append((policy.update(batch, ObjectiveConfig(critic=critic), 1.0), weights(policy)))
+    assert results[0][0] == results[1][0]
+    assert all(torch.equal(weight, results[1][1][name]) for name, weight in results[0][1].items())
+
+
+def test_a_policy_that_only_scores_holds_no_optimiser(model_folder: MakeFolder, sequences: Sequences) -> None:
+    policy = make_policy(model_folder("mixtral"), dtype="bfloat16")
+    policy.score(*sequences, 1.0)
+    assert "optimizer" not in vars(policy)
+    policy.supervised_step(*sequences)
+    assert "optimizer" in vars(policy)
 
 
 def test_first_update_on_fresh_scores_has_ratio_one(model_folder: MakeFolder, sequences: Sequences) -> None:

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import zscore
 
-from rl.advantages import EPSILON, generalised_advantages, group_advantages, whiten
+from rl.advantages import EPSILON, explained_variance, generalised_advantages, group_advantages, whiten
 
 ESTIMATORS = ("grpo", "dr_grpo", "leave_one_out")
 values = st.floats(-100, 100, allow_nan=False).map(lambda x: round(x, 3))
@@ -197,3 +197,22 @@ def test_groups_of_different_sizes_are_refused():
 def test_rewards_that_are_not_finite_are_counted():
     with pytest.raises(ValueError, match="2 are not"):
         group_advantages(torch.tensor([[0.0, torch.nan, torch.inf]]))
+
+
+def test_explained_variance_is_that_of_the_tokens_in_the_mask():
+    generator = torch.Generator().manual_seed(0)
+    returns = torch.randn(5, 7, generator=generator)
+    noise = 0.5 * torch.randn(5, 7, generator=generator)
+    mask = torch.rand(5, 7, generator=generator) < 0.6
+    values = (returns + noise).where(mask, float("nan"))
+    target, value = (tensor[mask].double().numpy() for tensor in (returns, values))
+    expected = 1 - np.var(target - value) / np.var(target)
+    assert explained_variance(values, returns, mask) == pytest.approx(expected, rel=1e-6)
+    assert explained_variance(returns, returns, mask) == 1
+    assert explained_variance(torch.full_like(returns, 3.0), returns, mask) == pytest.approx(0, abs=1e-6)
+    assert explained_variance(-returns, returns, mask) == pytest.approx(-3, rel=1e-6)
+
+
+def test_returns_that_are_all_equal_have_no_variance_to_explain():
+    mask = torch.tensor([[True, True, False]])
+    assert explained_variance(torch.rand(1, 3), torch.tensor([[1.0, 1.0, 0.0]]), mask) is None

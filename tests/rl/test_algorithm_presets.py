@@ -60,13 +60,38 @@ def test_dr_grpo_divides_by_the_longest_possible_response():
 
 def test_ppo_has_a_critic_and_one_response_a_prompt():
     found = preset("ppo")
-    assert found.advantage == AdvantageConfig(estimator="gae", whiten=True, gamma=1.0, lam=0.95)
+    assert found.advantage == AdvantageConfig(estimator="gae", whiten=True, gamma=1.0, lam=1.0)
     assert found.objective.critic is not None and found.group_size == 1
 
 
+# What a recipe sets of an algorithm; where a key is a section, some of it.
+SIZES = (
+    "prompts_per_iteration",
+    "prompts_per_round",
+    "group_size",
+    "updates_per_iteration",
+    "min_groups",
+    "max_rounds",
+)
+
+
+@pytest.mark.parametrize("recipe", ["tiny", "smollm2", "smollm2_gsm8k"])
 @pytest.mark.parametrize("name", PRESETS)
-def test_every_preset_composes_with_the_tiny_recipe(name: str):
-    load_config(["+recipe=tiny", f"algorithm={name}", "algorithm.shaping.overlong_buffer=4"])
+def test_a_recipe_decides_the_sizes_and_a_preset_the_algorithm(recipe: str, name: str):
+    overrides = ["algorithm.shaping.overlong_buffer=4"]
+    recipe_overrides = [f"+recipe={recipe}", *(["data.path=rows.jsonl"] if recipe.endswith("gsm8k") else [])]
+    own = load_config(recipe_overrides).algorithm
+    found = load_config([*recipe_overrides, f"algorithm={name}", *overrides]).algorithm
+    assert [getattr(found, key) for key in SIZES] == [getattr(own, key) for key in SIZES]
+    assert found.sampling.max_tokens == own.sampling.max_tokens
+    limit = f"algorithm.sampling.max_tokens={own.sampling.max_tokens}"
+    alone = preset(name, *overrides, limit)
+    assert (found.objective, found.advantage, found.shaping) == (
+        alone.objective,
+        alone.advantage,
+        alone.shaping,
+    )
+    assert found.dynamic_sampling == (alone.dynamic_sampling and recipe != "smollm2_gsm8k")
 
 
 def test_settings_of_the_objective_can_be_overridden():

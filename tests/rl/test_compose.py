@@ -48,8 +48,8 @@ def test_every_recipe_composes_and_survives_yaml(recipe: str):
 
 
 def test_overrides_reach_their_key_and_only_that():
-    plain, changed = load_config([TINY]), load_config([TINY, "learner.lr=1e-4", "spec=bf16"])
-    assert differing_keys(plain, changed) == {"learner.lr": (3e-4, 1e-4), "spec.name": ("minite", "bf16")}
+    plain, changed = load_config([TINY]), load_config([TINY, "learner.lr=3e-4", "spec=bf16"])
+    assert differing_keys(plain, changed) == {"learner.lr": (1e-4, 3e-4), "spec.name": ("minite", "bf16")}
 
 
 def test_one_side_of_the_specification_can_be_overridden():

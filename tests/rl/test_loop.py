@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from learner.batch import TrainBatch
-from learner.config import KLConfig, ObjectiveConfig
+from learner.config import CriticConfig, KLConfig, ObjectiveConfig
 from rl.config import AdvantageConfig, AlgorithmConfig, ShapingConfig
 from rl.groups import TooFewGroups
 from rl.loop import Progress, collect, iterate
@@ -45,6 +45,20 @@ class FakeLearner:
         return {"loss": 0.0, "tokens": float(batch.totals.tokens)}
 
 
+class FakeCritic:
+    """Values every state at 0.25; every update is recorded."""
+
+    def __init__(self) -> None:
+        self.batches: list[TrainBatch] = []
+
+    def values(self, sequences: Sequences) -> torch.Tensor:
+        return torch.where(sequences.loss_mask, 0.25, 0.0)
+
+    def update(self, batch: TrainBatch) -> dict[str, float]:
+        self.batches.append(batch)
+        return {"loss": float(len(self.batches)), "tokens": float(batch.totals.tokens)}
+
+
 class FakeJob:
     """Prompt number n gets the responses `outcomes[n]`: (raw reward, length) each."""
 
@@ -55,6 +69,7 @@ class FakeJob:
         self.rounds: list[int] = []
         self.learner = FakeLearner(0.1)
         self.reference = FakeLearner(-0.3) if algorithm.needs_reference else None
+        self.critic = FakeCritic() if algorithm.objective.critic is not None else None
         self.weight_sync = SimpleNamespace(sync=lambda version: {})
 
     def generate(self, prompts: list[int], samples: int, purpose: str, sampling: SamplingConfig) -> list[int]:
@@ -134,3 +149,32 @@ def test_without_a_kl_penalty_there_is_no_reference():
     job = job_of([MIXED, MIXED])
     iterate(job, Progress(), STAGES)
     assert job.learner.batches[0].reference_logp is None
+
+
+WITH_CRITIC = {"advantage": AdvantageConfig(estimator="gae"), "dynamic_sampling": False}
+
+
+def test_critic_and_policy_learn_from_the_same_mini_batches():
+    objective = ObjectiveConfig(critic=CriticConfig())
+    outcomes = [((1.0, 3), (0.0, 3)), ((0.0, 5), (0.0, 1))]
+    job = job_of(outcomes, **WITH_CRITIC, objective=objective, updates_per_iteration=2)
+    _, metrics = iterate(job, Progress(), STAGES)
+    assert [id(batch) for batch in job.critic.batches] == [id(batch) for batch in job.learner.batches]
+    first, second = job.critic.batches
+    assert first.in_loss("returns").tolist() == [1.0] * 3 + [0.0] * 3
+    assert first.in_loss("advantages").tolist() == [0.75] * 3 + [-0.25] * 3
+    assert second.in_loss("old_values").tolist() == [0.25] * 6
+    assert metrics["critic/loss"] == pytest.approx(1.5)  # 6 tokens each
+    assert metrics["critic/explained_variance"] == pytest.approx(0)
+    assert metrics.keys() <= METRICS.keys()
+
+
+def test_the_critic_alone_learns_in_its_warm_up_iterations():
+    objective = ObjectiveConfig(critic=CriticConfig(warmup_iterations=2))
+    job = job_of([MIXED] * 6, **WITH_CRITIC, objective=objective)
+    progress, learned = Progress(), []
+    for _ in range(3):
+        progress, metrics = iterate(job, progress, STAGES)
+        learned.append((len(job.critic.batches), len(job.learner.batches), "policy/loss" in metrics))
+        assert metrics["tokens/trained"] == 12
+    assert learned == [(1, 0, False), (2, 0, False), (3, 1, True)]

@@ -52,7 +52,12 @@ CASES = {
     "missing data file": (["data=gsm8k", "data.path=/nowhere/rows.jsonl"], "/nowhere/rows.jsonl"),
     "empty data set": (["data=gsm8k", "data.path={empty}"], "empty"),
     "missing column": (["data=gsm8k", "data.path={no_answer}"], "answer"),
-    "algorithm without its critic": (["algorithm=ppo"], "algorithm.objective.critic"),
+    "advantages without their critic": (["algorithm.advantage.estimator=gae"], "algorithm.objective.critic"),
+    "warm-up without an end": (
+        ["algorithm=ppo", "algorithm.objective.critic.warmup_iterations=150"],
+        "warmup_iterations=150",
+    ),
+    "several learners": (["learner.data_parallel=2"], "learner.data_parallel=2"),
     "seed below zero": (["run.seed=-1"], "run.seed=-1"),
     "greedy training": (["algorithm.sampling.temperature=0"], "algorithm.sampling.temperature=0"),
     "more experts a token than there are": (["model.hf_config.num_experts_per_tok=9"], "9 experts a token"),

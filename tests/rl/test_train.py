@@ -155,6 +155,30 @@ def _recorded(place: Path, name: str) -> int:
     return max(read_history(metrics), default=-1) if metrics.exists() else -1
 
 
+def test_critic_and_reference_go_on_from_a_checkpoint(place: Path):
+    """PPO with both, and an iteration in which the critic alone learns: stopped half-way, and not."""
+    ppo = ["algorithm=ppo", "algorithm.objective.critic.warmup_iterations=1"]
+    folders = []
+    for name, launches in (("ppo_whole", (4,)), ("ppo_stopped", (2, 4))):
+        for number, iterations in enumerate(launches):
+            resume = [f"run.resume={run_folder(place, name)}"] if number else []
+            process = start(place, f"run.name={name}", *ppo, f"run.iterations={iterations}", *resume)
+            output = finish(process, place)
+            assert process.returncode == 0, output
+        folders.append(run_folder(place, name))
+    whole, stopped = (read_history(folder / "metrics.jsonl") for folder in folders)
+    assert comparable(stopped) == comparable(whole)
+    assert [step for step, metrics in whole.items() if "policy/loss" in metrics] == [2, 3, 4]
+    assert [step for step, metrics in whole.items() if "critic/loss" in metrics] == [1, 2, 3, 4]
+    assert whole[1]["reward/kl_penalty"] == pytest.approx(0, abs=1e-6)  # the policy is the reference still
+    assert whole[4]["reward/kl_penalty"] != 0
+    assert all(whole[4][f"memory/{name}"] > 0 for name in ("critic", "reference"))
+    for part in ("learner", "critic"):
+        for file in ("weights.safetensors", "optimizer.safetensors"):
+            one, other = (load_file(path / "checkpoints" / "step_000004" / part / file) for path in folders)
+            assert one.keys() == other.keys() and all(one[key].equal(other[key]) for key in one)
+
+
 def test_a_sampler_under_another_specification_stops_before_the_first_rollout(place: Path):
     process = start(place, "run.name=mismatch", "+spec.sampler.weight.outer_domain=expert")
     output = finish(process, place)
@@ -182,5 +206,5 @@ def test_a_finished_run_is_not_resumed(place: Path, uninterrupted: Path):
 
 def test_a_resumed_run_keeps_its_settings(place: Path, uninterrupted: Path):
     process = start(place, "run.name=uninterrupted", f"run.resume={uninterrupted}", "learner.lr=1e-5")
-    assert "a resumed run cannot change learner.lr (0.0003 -> 1e-05)" in finish(process, place)
+    assert "a resumed run cannot change learner.lr (0.0001 -> 1e-05)" in finish(process, place)
     assert process.returncode == 2

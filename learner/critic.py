@@ -1,0 +1,99 @@
+"""The critic of PPO: a value function with a model, an optimiser and a learning rate of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+from kernels.precision_map import PrecisionMap
+from learner.batch import Totals, TrainBatch, cut
+from learner.config import CriticConfig, LearnerConfig
+from learner.model import ValueModel
+from learner.runtime import deterministic
+from learner.trainable import Trainable
+from learner.value_loss import value_loss
+
+_OUTPUT_LAYER = "lm_head.weight"
+
+
+class Critic(Trainable):
+    """V(state) of the state in which a token is chosen: what reward is still to come.
+
+    It begins as the policy in `model_dir`, its output layer replaced by a linear head of zeros: every value is 0
+    before the first update. Its experts run under the precision map, as the policy's do. `config` with the learning
+    rate of `critic` is that of its optimiser. See `Trainable` for what it raises.
+
+    A model of its own, rather than a head on the policy's, costs the memory of one but leaves the policy's gradient
+    alone: no coefficient weighs the two losses, and nothing the critic learns changes what is sent to samplers.
+    """
+
+    model_class = ValueModel
+    model: ValueModel
+
+    def __init__(
+        self,
+        model_dir: str | Path,
+        precision_map: PrecisionMap,
+        config: LearnerConfig,
+        critic: CriticConfig,
+        seed: int,
+    ) -> None:
+        super().__init__(model_dir, precision_map, replace(config, lr=critic.lr or config.lr), seed)
+        self.critic = critic
+
+    def values(self, tokens: torch.Tensor, lengths: torch.Tensor, loss_mask: torch.Tensor) -> torch.Tensor:
+        """float32 [B, S] on the CPU: at position t the value of the state before token t; zero outside `loss_mask`.
+
+        tokens: int64 [B, S], right-padded; lengths: int64 [B]; loss_mask: bool [B, S]. Raises ValueError for inputs
+        that do not fit together and when a value that is not finite reaches a quantiser, FloatingPointError when a
+        value is not finite.
+        """
+        self._check_sequences(tokens, lengths, loss_mask)
+        values = torch.zeros(tokens.shape, dtype=torch.float32)
+        with torch.no_grad(), deterministic(), self._guarded():
+            for rows in cut(lengths, self.config.micro_batch_tokens):
+                width = int(lengths[rows].max())
+                found = self._values(
+                    tokens[rows, :width].to(self.device), loss_mask[rows, :width].to(self.device)
+                )
+                values[rows, :width] = found.cpu()
+        return values
+
+    def update(self, batch: TrainBatch) -> dict[str, float]:
+        """One optimiser step over the whole mini-batch on the clipped loss of `learner.value_loss`.
+
+        batch: with old_values and returns. Returns `loss`, `grad_norm` (before clipping), `lr`, `tokens`, and means
+        over the tokens in the loss mask of what `value_loss` sums. Raises as `Policy.update` does, and ValueError for
+        a batch without values and returns.
+        """
+        if batch.old_values is None or batch.returns is None:
+            raise ValueError("a critic learns from old_values and returns, which the batch does not have")
+
+        def loss(part: TrainBatch, totals: Totals) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+            assert part.old_values is not None and part.returns is not None
+            values = self._values(part.tokens, part.loss_mask)
+            return value_loss(
+                values, part.old_values, part.returns, part.loss_mask, totals.tokens, self.critic
+            )
+
+        return self._step(batch, loss)
+
+    def _values(self, tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        """float32 [B, S], zero outside the mask."""
+        head = self.model.value_head
+        values = F.linear(self._hidden_before(tokens, mask).float(), head.weight, head.bias).squeeze(1)
+        bad = int((~torch.isfinite(values)).sum())
+        if bad:
+            raise FloatingPointError(f"{bad} of {len(values)} values of the critic are not finite")
+        return values.new_zeros(mask.shape).index_put((mask,), values)
+
+    def _initial_weights(
+        self, state: dict[str, torch.Tensor], shapes: Mapping[str, torch.Size]
+    ) -> dict[str, torch.Tensor]:
+        trunk = {name: tensor for name, tensor in state.items() if name != _OUTPUT_LAYER}
+        head = {name: torch.zeros(shape) for name, shape in shapes.items() if name.startswith("value_head.")}
+        return super()._initial_weights(trunk, shapes) | head
