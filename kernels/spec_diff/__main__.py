@@ -118,10 +118,10 @@ def to_json(data: LayerInput, measured: Sequence[MeasuredChange]) -> dict[str, A
     return {"data": data.label, "changes": changes}
 
 
+@torch.no_grad()
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns the exit status: 2 for arguments that cannot be used, with one line on stderr."""
     options = _parser().parse_args(arguments)
-    torch.set_grad_enabled(False)
     try:
         _check_options(options)
         if options.heatmap:
