@@ -179,7 +179,7 @@ def test_critic_and_policy_learn_from_the_same_mini_batches():
     objective = ObjectiveConfig(critic=CriticConfig())
     outcomes = [((1.0, 3), (0.0, 3)), ((0.0, 5), (0.0, 1))]
     job = job_of(outcomes, **WITH_CRITIC, objective=objective, updates_per_iteration=2)
-    _, metrics = iterate(job, Progress(), STAGES)
+    _, metrics = iterate(job, Serial(partial(collect, job)), Progress(), STAGES)
     assert [id(batch) for batch in job.critic.batches] == [id(batch) for batch in job.learner.batches]
     first, second = job.critic.batches
     assert first.in_loss("returns").tolist() == [1.0] * 3 + [0.0] * 3
@@ -195,7 +195,7 @@ def test_the_critic_alone_learns_in_its_warm_up_iterations():
     job = job_of([MIXED] * 6, **WITH_CRITIC, objective=objective)
     progress, learned = Progress(), []
     for _ in range(3):
-        progress, metrics = iterate(job, progress, STAGES)
+        progress, metrics = iterate(job, Serial(partial(collect, job)), progress, STAGES)
         learned.append((len(job.critic.batches), len(job.learner.batches), "policy/loss" in metrics))
         assert metrics["tokens/trained"] == 12
     assert learned == [(1, 0, False), (2, 0, False), (3, 1, True)]
