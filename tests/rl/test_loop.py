@@ -192,7 +192,7 @@ def test_critic_and_policy_learn_from_the_same_mini_batches():
 
 def test_the_critic_alone_learns_in_its_warm_up_iterations():
     objective = ObjectiveConfig(critic=CriticConfig(warmup_iterations=2))
-    job = job_of([MIXED] * 6, **WITH_CRITIC, objective=objective)
+    job = job_of([MIXED] * 6, **WITH_CRITIC, objective=objective, max_staleness=2)
     progress, learned = Progress(), []
     for _ in range(3):
         progress, metrics = iterate(job, Serial(partial(collect, job)), progress, STAGES)
