@@ -6,7 +6,7 @@ import os
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is loaded, if it is not yet
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -48,7 +48,7 @@ Engines = tuple[Policy, Sequences]
 
 
 @pytest.fixture(scope="module")
-def engines(tmp_path_factory: pytest.TempPathFactory) -> Engines:
+def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
     """A learner under FP32 experts, and the sequences that a sampler of the same weights under NVFP4 experts wrote: the
     two choose different experts often. Prompts of up to 47 tokens share cache blocks of 32."""
     folder = tmp_path_factory.mktemp("model") / "model"
@@ -72,7 +72,8 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Engines:
         )
         for n, (prompt, own) in enumerate(zip(prompts, responses, strict=True))
     ]
-    return policy, to_sequences(groups)
+    yield policy, to_sequences(groups)
+    del sampler  # not before: the end of a vLLM engine takes the process's groups, the learner's too
 
 
 def experts_taken(policy: Policy, call: Callable[[], Any], sequences: Sequences) -> torch.Tensor:
