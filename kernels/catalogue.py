@@ -276,7 +276,7 @@ CATALOGUE: Mapping[str, Entry] = MappingProxyType(
         ),
         "te_per_tensor_2d": Entry(
             _spec(_TE_RECIPE, _over(_TE, "tensor"), _over(_TE, "expert", block="16x16"), _TE_GRADIENT),
-            Source(*_TE_LIBRARY, "the recipe NVFP4BlockScaling, but that dgrad takes the weight in 1x16 blocks", _TE_CODE),
+            Source(*_TE_LIBRARY, "NVFP4BlockScaling, but dgrad takes the weight in 1x16 blocks", _TE_CODE),
         ),
         "te_exact": Entry(
             _nvfp4(_TE, _AMAX_ALPHA, "tensor", "expert"), Source(*_TE_LIBRARY, _HIGH_PRECISION, _TE_CODE)
