@@ -14,6 +14,7 @@ from kernels.experts import wire_name
 from kernels.guard import check_guards
 from kernels.precision_map import PrecisionMap
 from kernels.report import EngineReport
+from kernels.routing import NO_ROUTE
 from learner import checkpoint, convert
 from learner.batch import Totals, TrainBatch, check_sequences, cut
 from learner.config import LearnerConfig, ObjectiveConfig
@@ -25,6 +26,7 @@ from learner.mapping import is_expert, rules
 from learner.model import PolicyModel
 from learner.objective import negative_log_likelihood, policy_loss
 from learner.optimizer import Optimizer
+from learner.replay import check_routes, own_routes
 from learner.runtime import deterministic, start
 
 
@@ -34,11 +36,14 @@ class Scores:
 
     logp: float32, natural logarithm. entropy: float32, in nats, of the distribution from which token t was drawn.
     outside_nucleus: bool, whether the learner would not have drawn token t under top-p (see `learner.logprobs`).
+    routes: int16 [B, S, layers, k], the experts that the routers themselves chose, whatever was replayed, if they were
+        asked for; NO_ROUTE in padding.
     """
 
     logp: torch.Tensor
     entropy: torch.Tensor
     outside_nucleus: torch.Tensor
+    routes: torch.Tensor | None = None
 
 
 LossOf = Callable[
@@ -89,14 +94,20 @@ class Policy:
         loss_mask: torch.Tensor,
         temperature: float,
         top_p: float = 1.0,
+        *,
+        routes: torch.Tensor | None = None,
+        return_routes: bool = False,
     ) -> Scores:
         """Log-probabilities and entropies at the tokens in `loss_mask`.
 
-        tokens: int64 [B, S], right-padded; lengths: int64 [B]; loss_mask: bool [B, S]. Raises ValueError
+        tokens: int64 [B, S], right-padded; lengths: int64 [B]; loss_mask: bool [B, S]; routes: int16 [B, S, layers,
+        k], the experts to take (see `learner.replay`). Raises ValueError
         for inputs that do not fit together and when a value that is not finite reaches a quantiser (naming layer
         and expert), FloatingPointError when a log-probability is not finite.
         """
         self._check_sequences(tokens, lengths, loss_mask)
+        self._check_routes(tokens, routes)
+        own = torch.full(self._routes_shape(tokens), NO_ROUTE, dtype=torch.int16) if return_routes else None
         logp = torch.zeros(tokens.shape, dtype=torch.float32)
         entropy = torch.zeros_like(logp)
         outside = torch.zeros_like(loss_mask)
@@ -104,10 +115,15 @@ class Policy:
             for rows in cut(lengths, self.config.micro_batch_tokens):
                 width = int(lengths[rows].max())
                 parts = (tokens[rows, :width].to(self.device), loss_mask[rows, :width].to(self.device))
-                scored = self._token_scores(*parts, temperature, top_p)
+                replay = None if routes is None else routes[rows, :width].to(self.device)
+                scored = self._token_scores(*parts, temperature, top_p, routes=replay)
+                if own is not None:
+                    chosen = own_routes(self.model.route_replays(), len(rows)).cpu()
+                    padding = torch.arange(width) >= lengths[rows, None]
+                    own[rows, :width] = chosen.masked_fill(padding[..., None, None], NO_ROUTE)
                 for whole, part in zip((logp, entropy, outside), scored, strict=True):
                     whole[rows, :width] = part.cpu()
-        return Scores(logp, entropy, outside)
+        return Scores(logp, entropy, outside, own)
 
     def update(
         self, batch: TrainBatch, objective: ObjectiveConfig, temperature: float, top_p: float = 1.0
@@ -210,6 +226,7 @@ class Policy:
         entropy_gradient: bool = False,
     ) -> dict[str, float]:
         self._check_sequences(batch.tokens, batch.lengths, batch.loss_mask)
+        self._check_routes(batch.tokens, batch.routes)
         totals = batch.totals
         if totals.tokens == 0:
             raise ValueError("the batch has no token in its loss mask")
@@ -220,7 +237,7 @@ class Policy:
                 for part in batch.micro_batches(self.config.micro_batch_tokens):
                     part = part.to(self.device)
                     scored = self._token_scores(
-                        part.tokens, part.loss_mask, temperature, top_p, entropy_gradient
+                        part.tokens, part.loss_mask, temperature, top_p, entropy_gradient, part.routes
                     )
                     loss, sums = loss_of(part, scored.logp, scored.entropy, totals)
                     if not torch.isfinite(loss):
@@ -251,10 +268,11 @@ class Policy:
         temperature: float,
         top_p: float,
         entropy_gradient: bool = False,
+        routes: torch.Tensor | None = None,
     ) -> TokenScores:
         """Scores [B, S], zero outside the mask. Logits exist at masked-in tokens only."""
         rows, positions = mask.nonzero(as_tuple=True)
-        hidden = self.model.hidden_states(tokens)[positions - 1, rows]
+        hidden = self.model.hidden_states(tokens, routes)[positions - 1, rows]
         scored = token_scores(
             hidden,
             self.model.output_weight,
@@ -281,6 +299,13 @@ class Policy:
             raise ValueError(
                 f"tokens must lie in [0, {vocab}), got {int(tokens.min())} to {int(tokens.max())}"
             )
+
+    def _routes_shape(self, tokens: torch.Tensor) -> tuple[int, ...]:
+        return (*tokens.shape, self.architecture.layers, self.architecture.experts_per_token)
+
+    def _check_routes(self, tokens: torch.Tensor, routes: torch.Tensor | None) -> None:
+        if routes is not None:
+            check_routes(routes, self.architecture.experts, self._routes_shape(tokens))
 
     def _state(self) -> dict[str, torch.Tensor]:
         return {name: parameter.detach() for name, parameter in self.model.named_parameters()}

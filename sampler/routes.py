@@ -14,9 +14,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from kernels.routing import NO_ROUTE
 from sampler.quantization import ExpertMethod
-
-MISSING = -1  # in the place of an expert: the token was not sent through the layer
 
 
 class RouteRecorder:
@@ -52,12 +51,12 @@ class RouteRecorder:
         """Request -> int16 [length, layers, k], each token's experts by descending coefficient, for all that was
         recorded; it is forgotten then.
 
-        The last token is not sent through the model by who only samples it: MISSING. Layers without experts: MISSING.
+        The last token is not sent through the model by who only samples it: NO_ROUTE. Layers without experts: NO_ROUTE.
         Raises RuntimeError when the choices of any other token are not there.
         """
         k = self._log[0][3].shape[-1]
         routes = {
-            request: np.full((length, self._layers, k), MISSING, np.int16)
+            request: np.full((length, self._layers, k), NO_ROUTE, np.int16)
             for request, length in lengths.items()
         }
         for requests, starts, positions, rows in self._log:
@@ -68,7 +67,7 @@ class RouteRecorder:
                 own[positions[start:end]] = rows[start:end]
         self._log, self._next = [], {}
         for request, own in routes.items():
-            missing = int((own[:-1, list(self._methods)] == MISSING).any(axis=(1, 2)).sum())
+            missing = int((own[:-1, list(self._methods)] == NO_ROUTE).any(axis=(1, 2)).sum())
             if missing:
                 raise RuntimeError(
                     f"request {request}: the experts of {missing} of {len(own)} tokens are not known"
@@ -99,7 +98,7 @@ class RouteRecorder:
         """int16 [count, layers, k] of the forward pass that has just ended."""
         chosen = {layer: method.chosen for layer, method in self._methods.items()}
         k = next(iter(chosen.values())).shape[1]
-        rows = np.full((count, self._layers, k), MISSING, np.int16)
+        rows = np.full((count, self._layers, k), NO_ROUTE, np.int16)
         for layer, ids in chosen.items():
             rows[:, layer] = ids[:count].cpu().numpy()
         return rows
@@ -108,7 +107,7 @@ class RouteRecorder:
         if not self._by_slot.size:
             slots = self._runner.kv_cache_config.num_blocks * table.block_size
             k = next(iter(self._methods.values())).chosen.shape[1]
-            self._by_slot = np.full((slots, self._layers, k), MISSING, np.int16)
+            self._by_slot = np.full((slots, self._layers, k), NO_ROUTE, np.int16)
         return self._by_slot
 
 

@@ -10,9 +10,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from kernels.routing import NO_ROUTE
 from sampler.config import SamplingConfig
 from sampler.engine import Completion, Sampler
-from sampler.routes import MISSING, RouteRecorder
+from sampler.routes import RouteRecorder
 from tests.sampler.conftest import FAMILIES, LAYERS, MakeModel, MakeSampler, StartSampler, prompts
 
 SEEDS = [[10 * i + j for j in range(3)] for i in range(6)]
@@ -48,7 +49,7 @@ def test_routes_are_those_of_the_model(
         routes = completion.routes
         assert routes is not None and routes.dtype == np.int16
         assert routes.shape == (len(sequence), LAYERS, model.config.num_experts_per_tok)
-        assert (routes[-1] == MISSING).all() and (routes[:-1] != MISSING).all()
+        assert (routes[-1] == NO_ROUTE).all() and (routes[:-1] != NO_ROUTE).all()
         expected = router_choices(model, sequence)
         found = [[set(layer) for layer in token] for token in routes[:-1].tolist()]
         tokens += len(found)
@@ -118,7 +119,7 @@ def test_preempted_requests_keep_their_routes(
     assert preempt.call_count > 0
     same = total = 0
     for (_, a), (_, b) in zip(sequences_of(found), sequences_of(expected), strict=True):
-        assert (a.routes[:-1] != MISSING).all()
+        assert (a.routes[:-1] != NO_ROUTE).all()
         if a.token_ids == b.token_ids:
             same += int((np.sort(a.routes) == np.sort(b.routes)).all(axis=(1, 2)).sum())
             total += len(a.routes)
