@@ -60,7 +60,7 @@ def experts_taken(policy: Policy, call: Callable[[], Any], shape: torch.Size) ->
 
 def test_the_experts_are_those_replayed(model_folder: MakeFolder, sequences: Sequences) -> None:
     """In a scoring pass and in an update, whose weights have changed; where there is no route, the router's own."""
-    tokens, lengths, mask = sequences
+    tokens, lengths, _ = sequences
     policy = make_policy(model_folder, "minite")
     routes = random_routes(sequences)
     order = lengths.sort(descending=True, stable=True).indices
@@ -213,8 +213,7 @@ def test_micro_batches_do_not_matter(model_folder: MakeFolder, sequences: Sequen
 
 
 def test_a_batch_is_cut_with_its_routes(sequences: Sequences) -> None:
-    tokens, lengths, mask = sequences
-    zeros = torch.zeros(tokens.shape)
+    zeros = torch.zeros(sequences[0].shape)
     batch = TrainBatch(*sequences, zeros, zeros, zeros[:, 0], routes=random_routes(sequences))
     part = batch.select(torch.tensor([4, 1]))
     assert torch.equal(part.routes, batch.routes[[4, 1], :5])

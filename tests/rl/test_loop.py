@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +17,7 @@ from rl.config import AdvantageConfig, AlgorithmConfig, ShapingConfig
 from rl.groups import TooFewGroups
 from rl.loop import Progress, collect, iterate
 from rl.metrics import METRICS
+from rl.pipeline import Serial
 from rl.rollout import Group, Sequences
 from sampler.config import SamplingConfig
 from tests.rl.rollouts import group, rollout
@@ -32,10 +34,12 @@ class FakeLearner:
         self.sampled_with: list[tuple[float, float]] = []
         self.batches: list[TrainBatch] = []
 
-    def score(self, sequences: Sequences, temperature: float, top_p: float) -> Any:
+    def score(self, sequences: Sequences, temperature: float, top_p: float, replay: str | None = None) -> Any:
         self.sampled_with.append((temperature, top_p))
+        self.replay = replay
         logp = torch.where(sequences.loss_mask, sequences.sampler_logp + self.shift, 0.0)
-        return SimpleNamespace(logp=logp, outside_nucleus=sequences.tokens == 7)
+        routes = None if replay is None or sequences.routes is None else sequences.routes.flip(2)
+        return SimpleNamespace(logp=logp, outside_nucleus=sequences.tokens == 7, routes=routes)
 
     def update(
         self, batch: TrainBatch, objective: ObjectiveConfig, temperature: float, top_p: float
@@ -82,7 +86,7 @@ def test_rows_stay_aligned_when_groups_are_dropped_between_rounds():
     """Rewards 0, 1 and lengths tell rows apart: each row has its own advantage, logp and length."""
     outcomes = [SOLVED, ((0.0, 2), (1.0, 5)), UNSOLVED, UNSOLVED, ((1.0, 7), (0.0, 4)), MIXED]
     job = job_of(outcomes, advantage=AdvantageConfig(estimator="dr_grpo"), updates_per_iteration=2)
-    progress, metrics = iterate(job, Progress(), STAGES)
+    progress, metrics = iterate(job, Serial(partial(collect, job)), Progress(), STAGES)
     first, second = job.learner.batches
     assert progress == Progress(iteration=1, position=6)
     for batch, number, lengths in ((first, 1, [2, 5]), (second, 4, [7, 4])):
@@ -98,16 +102,16 @@ def test_dynamic_sampling_judges_raw_outcomes():
     """All right, but of different lengths: the overlong penalty would make this group look mixed."""
     outcomes = [(RIGHT, LONG), MIXED, MIXED, MIXED]
     job = job_of(outcomes, shaping=ShapingConfig(overlong_buffer=4))
-    groups, _, metrics = collect(job, 0, STAGES)
-    assert [g.prompt.position for g in groups] == [1, 2]
-    assert metrics["groups/dropped_constant"] == 1
+    batch = collect(job, 0, STAGES)
+    assert [g.prompt.position for g in batch.groups] == [1, 2]
+    assert batch.metrics["groups/dropped_constant"] == 1
 
 
 def test_a_round_may_draw_more_prompts_than_an_iteration_needs():
     job = job_of([MIXED, SOLVED, SOLVED, SOLVED, MIXED], prompts_per_round=5)
-    _, position, metrics = collect(job, 0, STAGES)
-    assert job.rounds == [5] and position == 5
-    assert metrics["groups/kept"] == 2
+    batch = collect(job, 0, STAGES)
+    assert job.rounds == [5] and batch.position == 5
+    assert batch.metrics["groups/kept"] == 2
 
 
 def test_rounds_are_bounded_and_the_error_names_kept_and_needed_groups():
@@ -120,7 +124,7 @@ def test_rounds_are_bounded_and_the_error_names_kept_and_needed_groups():
 @pytest.mark.parametrize("place", ["loss", "reward"])
 def test_temperature_and_top_p_go_with_every_log_probability(place: str):
     job = job_of([MIXED, MIXED], objective=ObjectiveConfig(kl=KLConfig(coefficient=0.1, place=place)))
-    _, metrics = iterate(job, Progress(), STAGES)
+    _, metrics = iterate(job, Serial(partial(collect, job)), Progress(), STAGES)
     assert job.learner.sampled_with == [(0.7, 0.9)] * 2  # score, update
     assert job.reference.sampled_with == [(0.7, 0.9)]
     [batch] = job.learner.batches
@@ -132,5 +136,5 @@ def test_temperature_and_top_p_go_with_every_log_probability(place: str):
 
 def test_without_a_kl_penalty_there_is_no_reference():
     job = job_of([MIXED, MIXED])
-    iterate(job, Progress(), STAGES)
+    iterate(job, Serial(partial(collect, job)), Progress(), STAGES)
     assert job.learner.batches[0].reference_logp is None
