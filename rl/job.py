@@ -128,7 +128,7 @@ class Job:
         self.view.step(step, {**metrics, **memory})
 
     def save(self, step: int, state: dict[str, Any], ahead: RolloutBatch | None = None) -> None:
-        """Write a checkpoint: the learner's state, the driver's (its data cursor is state["position"]), and rollouts."""
+        """Write a checkpoint: the learner's state, the driver's (data cursor: state["position"]), and rollouts."""
         started = time.perf_counter()
         self.view.stage("checkpoint")
         state = state | {_DATA: self.task.prompts.bookmark(state["position"])}

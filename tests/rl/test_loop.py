@@ -4,23 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from kernels.routing import NO_ROUTE
 from learner.batch import TrainBatch
 from learner.config import KLConfig, ObjectiveConfig
 from rl.config import AdvantageConfig, AlgorithmConfig, ShapingConfig
 from rl.groups import TooFewGroups
 from rl.loop import Progress, collect, iterate
 from rl.metrics import METRICS
-from rl.pipeline import Serial
+from rl.pipeline import Serial, StaleRollouts
 from rl.rollout import Group, Sequences
 from sampler.config import SamplingConfig
-from tests.rl.rollouts import group, rollout
+from tests.rl.rollouts import PROMPT, group, rollout
 
 STAGES: Any = lambda name: nullcontext()  # noqa: E731
 SAMPLING = SamplingConfig(temperature=0.7, top_p=0.9, max_tokens=8)
@@ -38,7 +41,8 @@ class FakeLearner:
         self.sampled_with.append((temperature, top_p))
         self.replay = replay
         logp = torch.where(sequences.loss_mask, sequences.sampler_logp + self.shift, 0.0)
-        routes = None if replay is None or sequences.routes is None else sequences.routes.flip(2)
+        own = sequences.routes
+        routes = None if replay is None or own is None else torch.where(own < 0, own, own + 1)
         return SimpleNamespace(logp=logp, outside_nucleus=sequences.tokens == 7, routes=routes)
 
     def update(
@@ -62,15 +66,28 @@ class FakeJob:
         self.weight_sync = SimpleNamespace(sync=lambda version: {})
 
     def generate(self, prompts: list[int], samples: int, purpose: str, sampling: SamplingConfig) -> list[int]:
-        assert samples == self.config.algorithm.group_size and sampling is SAMPLING
+        algorithm = self.config.algorithm
+        assert samples == algorithm.group_size and sampling == algorithm.rollout_sampling
+        self.routed = sampling.return_routes
         self.rounds.append(len(prompts))
         return prompts
 
     def score(self, prompts: list[int], responses: list[int]) -> list[Group]:
-        return [
+        groups = [
             group(*(rollout(value, length, logp=-1.0 - n) for value, length in self.outcomes[n]), position=n)
             for n in prompts
         ]
+        return [with_routes(g) for g in groups] if self.routed else groups
+
+
+def with_routes(bare: Group) -> Group:
+    """Two experts of one layer for every token but the last; the first is the prompt's number."""
+    rollouts = []
+    for one in bare.rollouts:
+        routes = np.full((len(PROMPT) + len(one.completion.token_ids), 1, 2), NO_ROUTE, np.int16)
+        routes[:-1] = bare.prompt.position, 5
+        rollouts.append(replace(one, completion=replace(one.completion, routes=routes)))
+    return replace(bare, rollouts=tuple(rollouts))
 
 
 def job_of(outcomes: Sequence[Sequence[tuple[float, int]]], **changes: Any) -> Any:
@@ -138,3 +155,30 @@ def test_without_a_kl_penalty_there_is_no_reference():
     job = job_of([MIXED, MIXED])
     iterate(job, Serial(partial(collect, job)), Progress(), STAGES)
     assert job.learner.batches[0].reference_logp is None
+
+
+@pytest.mark.parametrize(("replay", "asked"), [("off", False), ("off", True), ("r2", True), ("r3", False)])
+def test_experts_are_replayed_as_configured(replay: str, asked: bool):
+    """The fake learner chooses the expert after each of the sampler's."""
+    sampling = SamplingConfig(max_tokens=8, return_routes=asked)
+    job = job_of(
+        [SOLVED, MIXED, ((0.0, 5), RIGHT), SOLVED], routing_replay=replay, sampling=sampling, max_rounds=2
+    )
+    _, metrics = iterate(job, Serial(partial(collect, job)), Progress(), STAGES)
+    [batch] = job.learner.batches
+    assert job.learner.replay == replay
+    assert metrics.get("gap/route_mismatch") == (1.0 if asked or replay == "r3" else None)
+    if replay == "off":
+        assert batch.routes is None
+        return
+    shift = 1 if replay == "r2" else 0
+    for row, number in enumerate([1, 1, 2, 2]):  # the rows of the groups that are kept
+        own, length = batch.routes[row], batch.lengths[row]
+        assert own[: length - 1].tolist() == [[[number + shift, 5 + shift]]] * (length - 1)
+        assert (own[length - 1 :] == NO_ROUTE).all()
+
+
+def test_old_responses_are_refused():
+    job = job_of([MIXED, MIXED])
+    with pytest.raises(StaleRollouts, match="weights version 1 to 1, and the learner holds version 4"):
+        iterate(job, Serial(partial(collect, job)), Progress(iteration=3), STAGES)
