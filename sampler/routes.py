@@ -32,6 +32,7 @@ class RouteRecorder:
         self._runner = runner
         self._methods = methods
         self._layers = layers
+        self._top_k = next(iter(methods.values())).chosen.shape[1]
         self._by_slot = np.empty(0, np.int16)
         self._next: dict[str, int] = {}  # request -> the position after the last one computed
         # (requests, first row of each and the end, positions [T], choices [T, layers, k]) in the order of computing
@@ -51,12 +52,11 @@ class RouteRecorder:
         """Request -> int16 [length, layers, k], each token's experts by descending coefficient, for all that was
         recorded; it is forgotten then.
 
-        The last token is not sent through the model by who only samples it: NO_ROUTE. Layers without experts: NO_ROUTE.
+        NO_ROUTE: the last token, which was sampled and never computed; layers without experts.
         Raises RuntimeError when the choices of any other token are not there.
         """
-        k = self._log[0][3].shape[-1]
         routes = {
-            request: np.full((length, self._layers, k), NO_ROUTE, np.int16)
+            request: np.full((length, self._layers, self._top_k), NO_ROUTE, np.int16)
             for request, length in lengths.items()
         }
         for requests, starts, positions, rows in self._log:
@@ -96,18 +96,15 @@ class RouteRecorder:
 
     def _rows(self, count: int) -> np.ndarray:
         """int16 [count, layers, k] of the forward pass that has just ended."""
-        chosen = {layer: method.chosen for layer, method in self._methods.items()}
-        k = next(iter(chosen.values())).shape[1]
-        rows = np.full((count, self._layers, k), NO_ROUTE, np.int16)
-        for layer, ids in chosen.items():
-            rows[:, layer] = ids[:count].cpu().numpy()
+        rows = np.full((count, self._layers, self._top_k), NO_ROUTE, np.int16)
+        for layer, method in self._methods.items():
+            rows[:, layer] = method.chosen[:count].cpu().numpy()
         return rows
 
     def _store(self, table: Any) -> np.ndarray:
         if not self._by_slot.size:
             slots = self._runner.kv_cache_config.num_blocks * table.block_size
-            k = next(iter(self._methods.values())).chosen.shape[1]
-            self._by_slot = np.full((slots, self._layers, k), NO_ROUTE, np.int16)
+            self._by_slot = np.full((slots, self._layers, self._top_k), NO_ROUTE, np.int16)
         return self._by_slot
 
 

@@ -93,6 +93,7 @@ def test_slots_descend_by_coefficient(sampler_for: MakeSampler) -> None:
 def test_routes_change_nothing_and_come_only_when_asked_for(sampler_for: MakeSampler) -> None:
     sampler = sampler_for("qwen3_moe", "minite")
     plain = SamplingConfig(max_tokens=SAMPLING.max_tokens, stop_token_ids=SAMPLING.stop_token_ids)
+    assert sampler.generate(prompts()[:1], [[]], SAMPLING) == [[]]
     without = sampler.generate(prompts(), SEEDS, plain)
     with_routes = sampler.generate(prompts(), SEEDS, SAMPLING)
     again = sampler.generate(prompts(), SEEDS, SAMPLING)
