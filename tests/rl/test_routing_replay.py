@@ -1,13 +1,13 @@
-"""Routing replay between the two real engines, in this process: what the sampler chose is what the learner computes."""
+"""Routing replay between the two real engines: what the sampler chose is what the learner computes."""
 
 from __future__ import annotations
 
 import os
-
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is loaded, if it is not yet
-
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,15 +20,13 @@ from learner.batch import TrainBatch
 from learner.config import LearnerConfig, ObjectiveConfig
 from learner.initialize import initialize
 from learner.policy import Policy
-from rl.data.problem import Problem
-from rl.data.prompts import Prompt
 from rl.gap import route_mismatch
-from rl.rewards.score import Score
-from rl.rollout import Group, Rollout, Sequences, to_sequences
-from sampler.config import SamplerConfig, SamplingConfig
-from sampler.engine import Sampler
+from rl.rollout import Sequences, to_sequences
+from rl.rollout_store import load_rollouts
+from tests.rl import routed_rollouts
+from tests.rl.routed_rollouts import LAYERS, VOCAB
 
-LAYERS, EXPERTS, TOP_K, VOCAB = 3, 8, 2, 61
+EXPERTS, TOP_K = 8, 2
 MODEL: dict[str, Any] = {
     "model_type": "qwen3_moe",
     "hidden_size": 64,
@@ -49,30 +47,19 @@ Engines = tuple[Policy, Sequences]
 
 @pytest.fixture(scope="module")
 def engines(tmp_path_factory: pytest.TempPathFactory) -> Engines:
-    """A learner under FP32 experts, and the sequences that a sampler of the same weights under NVFP4 experts wrote: the
-    two choose different experts often. Prompts of up to 47 tokens share cache blocks of 32."""
-    folder = tmp_path_factory.mktemp("model") / "model"
-    initialize(folder, MODEL, seed=0)
-    policy = Policy(folder, PrecisionMap.resolve(LAYERS, named_spec("fp32")), LearnerConfig(lr=1e-3), seed=0)
-    sampler = Sampler(
-        folder,
-        PrecisionMap.resolve(LAYERS, named_spec("minite")),
-        SamplerConfig(
-            max_model_len=96, max_num_seqs=32, max_num_batched_tokens=512, kv_cache_gib=1 / 64, threads=1
-        ),
-    )
-    generator = torch.Generator().manual_seed(7)
-    prompts = [torch.randint(VOCAB, (2 + 9 * i,), generator=generator).tolist() for i in range(6)]
-    sampling = SamplingConfig(max_tokens=20, stop_token_ids=(5, 11), return_routes=True)
-    responses = sampler.generate(prompts, [[10 * i + j for j in range(3)] for i in range(6)], sampling)
-    groups = [
-        Group(
-            Prompt(n, Problem(str(n), "q", "a", "s"), tuple(prompt)),
-            tuple(Rollout(completion, Score.of(True)) for completion in own),
-        )
-        for n, (prompt, own) in enumerate(zip(prompts, responses, strict=True))
-    ]
-    return policy, to_sequences(groups)
+    """A learner under FP32 experts, and what a sampler of the same weights under NVFP4 experts wrote, in a process of
+    its own: the two choose different experts often.
+    """
+    place = tmp_path_factory.mktemp("replay")
+    initialize(place / "model", MODEL, seed=0)
+    command = [sys.executable, "-m", routed_rollouts.__name__, str(place / "model"), str(place / "rollouts")]
+    root = str(Path(__file__).parents[2])
+    environment = os.environ | {"PYTHONPATH": root, "OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": "1"}
+    subprocess.run(command, env=environment, check=True, capture_output=True)
+    batch = load_rollouts(place / "rollouts", routed_rollouts.prompt_at)
+    assert batch is not None
+    fp32 = PrecisionMap.resolve(LAYERS, named_spec("fp32"))
+    return Policy(place / "model", fp32, LearnerConfig(lr=1e-3), seed=0), to_sequences(batch.groups)
 
 
 def experts_taken(policy: Policy, call: Callable[[], Any], sequences: Sequences) -> torch.Tensor:
