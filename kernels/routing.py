@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
+NO_ROUTE = -1  # in the place of an expert, where records of routes have none for a token in a layer
+
 
 def sort_slots(ids: torch.Tensor, coefficients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Each token's slots by descending coefficient, ties to the lower expert id.

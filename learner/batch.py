@@ -32,6 +32,7 @@ class TrainBatch:
     reference_logp: float32 [B, S], log-probability under the reference policy; None without one
     old_values, returns: float32 [B, S], values under the critic before the update and what they should be; None
         without a critic
+    routes: int16 [B, S, layers, k], the experts to take (see `learner.replay`); None: those of the routers
 
     What a [B, S] tensor of numbers holds where `loss_mask` is False never matters. Raises ValueError when the
     parts do not fit together.
@@ -46,6 +47,7 @@ class TrainBatch:
     reference_logp: torch.Tensor | None = None
     old_values: torch.Tensor | None = None
     returns: torch.Tensor | None = None
+    routes: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         check_sequences(self.tokens, self.lengths, self.loss_mask)
@@ -57,6 +59,9 @@ class TrainBatch:
         for name in ("reference_logp", "old_values", "returns"):
             if getattr(self, name) is not None:
                 _check(name, getattr(self, name), self.tokens.shape, torch.float32)
+        if self.routes is not None:
+            shape = torch.Size([*self.tokens.shape, *self.routes.shape[2:]])
+            _check("routes", self.routes, shape, torch.int16)
 
     @property
     def totals(self) -> Totals:
@@ -75,7 +80,7 @@ class TrainBatch:
         """The sequences `rows` (int64 [R]), padded no further than the longest of them."""
         width = int(self.lengths[rows].max())
         parts = {name: tensor[rows] for name, tensor in self._tensors().items()}
-        return TrainBatch(**{k: v[:, :width] if v.dim() == 2 else v for k, v in parts.items()})
+        return TrainBatch(**{k: v[:, :width] if v.dim() > 1 else v for k, v in parts.items()})
 
     def micro_batches(self, max_tokens: int) -> list[TrainBatch]:
         """Cut by `cut`."""

@@ -23,6 +23,7 @@ from learner.megatron_api import (
 )
 from learner.modules import CausalAttention, RMSNorm, Rotary, Router
 from learner.moe import Experts, SpecifiedMoELayer
+from learner.replay import RouteReplay, replayed
 
 
 class Trunk(GPTModel):
@@ -47,15 +48,20 @@ class Trunk(GPTModel):
             use_cpu_initialization=True,
         )
 
-    def hidden_states(self, tokens: torch.Tensor) -> torch.Tensor:
-        """int64 [B, S] -> [S, B, H] after the final norm."""
+    def hidden_states(self, tokens: torch.Tensor, routes: torch.Tensor | None = None) -> torch.Tensor:
+        """int64 [B, S] -> [S, B, H] after the final norm. routes: the experts to take, see `learner.replay`."""
         rotary = self.rotary_pos_emb(tokens.shape[1]).to(tokens.device)
         embedded = self.embedding(input_ids=tokens, position_ids=None)
-        return self.decoder(hidden_states=embedded, attention_mask=None, rotary_pos_emb=rotary)
+        with replayed(self.route_replays(), routes):
+            return self.decoder(hidden_states=embedded, attention_mask=None, rotary_pos_emb=rotary)
 
     def experts(self) -> list[Experts]:
         """The experts of each layer."""
         return [layer.mlp.experts for layer in self.decoder.layers]
+
+    def route_replays(self) -> list[RouteReplay]:
+        """What chooses the experts of each layer."""
+        return [layer.mlp.router.router_replay for layer in self.decoder.layers]
 
 
 class PolicyModel(Trunk):

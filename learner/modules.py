@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from learner.megatron_api import MegatronModule, RotaryEmbedding, TopKRouter, TransformerConfig
+from learner.replay import RouteReplay
 
 
 class RMSNorm(nn.Module):
@@ -48,10 +49,15 @@ class CausalAttention(MegatronModule):
 
 
 class Router(TopKRouter):
-    """Router logits in FP32, whatever the type of the model.
+    """Router logits in FP32, whatever the type of the model, and experts that may be given.
 
-    Megatron's own `gating` moves the weight to a GPU and needs Transformer Engine's GEMM.
+    Megatron's own `gating` moves the weight to a GPU and needs Transformer Engine's GEMM; its `RouterReplay` keeps the
+    routers of all models of a process in one list.
     """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.router_replay = RouteReplay()
 
     def gating(self, input: torch.Tensor) -> torch.Tensor:
         """[..., H] -> float32 [..., E]."""

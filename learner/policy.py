@@ -11,6 +11,7 @@ import torch
 from kernels.experts import wire_name
 from kernels.precision_map import PrecisionMap
 from kernels.report import EngineReport
+from kernels.routing import NO_ROUTE
 from learner import convert
 from learner.batch import Totals, TrainBatch, cut
 from learner.config import ObjectiveConfig
@@ -19,6 +20,7 @@ from learner.logprobs import TokenScores, token_scores
 from learner.mapping import is_expert
 from learner.model import PolicyModel
 from learner.objective import negative_log_likelihood, policy_loss
+from learner.replay import check_routes, own_routes
 from learner.runtime import deterministic
 from learner.trainable import Trainable, check_precision_map
 
@@ -29,11 +31,14 @@ class Scores:
 
     logp: float32, natural logarithm. entropy: float32, in nats, of the distribution from which token t was drawn.
     outside_nucleus: bool, whether the learner would not have drawn token t under top-p (see `learner.logprobs`).
+    routes: int16 [B, S, layers, k], the experts that the routers themselves chose, whatever was replayed, if they were
+        asked for; NO_ROUTE in padding.
     """
 
     logp: torch.Tensor
     entropy: torch.Tensor
     outside_nucleus: torch.Tensor
+    routes: torch.Tensor | None = None
 
 
 class Policy(Trainable):
@@ -53,14 +58,20 @@ class Policy(Trainable):
         loss_mask: torch.Tensor,
         temperature: float,
         top_p: float = 1.0,
+        *,
+        routes: torch.Tensor | None = None,
+        return_routes: bool = False,
     ) -> Scores:
         """Log-probabilities and entropies at the tokens in `loss_mask`.
 
-        tokens: int64 [B, S], right-padded; lengths: int64 [B]; loss_mask: bool [B, S]. Raises ValueError
+        tokens: int64 [B, S], right-padded; lengths: int64 [B]; loss_mask: bool [B, S]; routes: int16 [B, S, layers,
+        k], the experts to take (see `learner.replay`). Raises ValueError
         for inputs that do not fit together and when a value that is not finite reaches a quantiser (naming layer
         and expert), FloatingPointError when a log-probability is not finite.
         """
         self._check_sequences(tokens, lengths, loss_mask)
+        self._check_routes(tokens, routes)
+        own = torch.full(self._routes_shape(tokens), NO_ROUTE, dtype=torch.int16) if return_routes else None
         logp = torch.zeros(tokens.shape, dtype=torch.float32)
         entropy = torch.zeros_like(logp)
         outside = torch.zeros_like(loss_mask)
@@ -68,10 +79,15 @@ class Policy(Trainable):
             for rows in cut(lengths, self.config.micro_batch_tokens):
                 width = int(lengths[rows].max())
                 parts = (tokens[rows, :width].to(self.device), loss_mask[rows, :width].to(self.device))
-                scored = self._token_scores(*parts, temperature, top_p)
+                replay = None if routes is None else routes[rows, :width].to(self.device)
+                scored = self._token_scores(*parts, temperature, top_p, routes=replay)
+                if own is not None:
+                    chosen = own_routes(self.model.route_replays(), len(rows)).cpu()
+                    padding = torch.arange(width) >= lengths[rows, None]
+                    own[rows, :width] = chosen.masked_fill(padding[..., None, None], NO_ROUTE)
                 for whole, part in zip((logp, entropy, outside), scored, strict=True):
                     whole[rows, :width] = part.cpu()
-        return Scores(logp, entropy, outside)
+        return Scores(logp, entropy, outside, own)
 
     def update(
         self, batch: TrainBatch, objective: ObjectiveConfig, temperature: float, top_p: float = 1.0
@@ -87,10 +103,14 @@ class Policy(Trainable):
         entropy_gradient = objective.entropy_coefficient != 0
 
         def loss(part: TrainBatch, totals: Totals) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-            scored = self._token_scores(part.tokens, part.loss_mask, temperature, top_p, entropy_gradient)
+            scored = self._token_scores(
+                part.tokens, part.loss_mask, temperature, top_p, entropy_gradient, part.routes
+            )
             loss, sums = policy_loss(part, scored.logp, scored.entropy, totals, objective)
             return loss, sums | {"entropy": scored.entropy.sum()}
 
+        with self.ranks.together():
+            self._check_routes(batch.tokens, batch.routes)
         return self._step(batch, loss)
 
     def supervised_step(
@@ -152,10 +172,11 @@ class Policy(Trainable):
         temperature: float,
         top_p: float,
         entropy_gradient: bool = False,
+        routes: torch.Tensor | None = None,
     ) -> TokenScores:
         """Scores [B, S], zero outside the mask. Logits exist at masked-in tokens only."""
         scored = token_scores(
-            self._hidden_before(tokens, mask),
+            self._hidden_before(tokens, mask, routes),
             self.model.output_weight,
             tokens[mask],
             temperature=temperature,
@@ -167,6 +188,13 @@ class Policy(Trainable):
         if bad:
             raise FloatingPointError(f"{bad} of {len(scored.logp)} log-probabilities are not finite")
         return TokenScores(*(part.new_zeros(mask.shape).index_put((mask,), part) for part in scored))
+
+    def _routes_shape(self, tokens: torch.Tensor) -> tuple[int, ...]:
+        return (*tokens.shape, self.architecture.layers, self.architecture.experts_per_token)
+
+    def _check_routes(self, tokens: torch.Tensor, routes: torch.Tensor | None) -> None:
+        if routes is not None:
+            check_routes(routes, self.architecture.experts, self._routes_shape(tokens))
 
     def _state(self) -> dict[str, torch.Tensor]:
         return {name: parameter.detach() for name, parameter in self.model.named_parameters()}

@@ -32,6 +32,8 @@ def start(config: LearnerConfig) -> torch.device:
         # Without a fixed workspace cuBLAS refuses to run under deterministic algorithms.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     if not dist.is_initialized():
+        if parallel_state.model_parallel_is_initialized():  # groups that ended with another's process group
+            parallel_state.destroy_model_parallel()
         backend = "nccl" if device.type == "cuda" else "gloo"
         if config.data_parallel == 1:
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)

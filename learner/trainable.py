@@ -133,10 +133,15 @@ class Trainable:
         finally:
             check_guards(experts.guard for experts in self.model.experts())
 
-    def _hidden_before(self, tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        """[T, H]: for each token of mask bool [B, S], row after row, the state in which it was chosen."""
+    def _hidden_before(
+        self, tokens: torch.Tensor, mask: torch.Tensor, routes: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """[T, H]: for each token of mask bool [B, S], row after row, the state in which it was chosen.
+
+        routes: int16 [B, S, layers, k], the experts to take (see `learner.replay`).
+        """
         rows, positions = mask.nonzero(as_tuple=True)
-        return self.model.hidden_states(tokens)[positions - 1, rows]
+        return self.model.hidden_states(tokens, routes)[positions - 1, rows]
 
     def _check_sequences(self, tokens: torch.Tensor, lengths: torch.Tensor, mask: torch.Tensor) -> None:
         check_sequences(tokens, lengths, mask)

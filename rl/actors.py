@@ -57,9 +57,18 @@ class LearnerActor(Actor):
     def report(self) -> EngineReport:
         return self.policy.report()
 
-    def score(self, sequences: Sequences, temperature: float, top_p: float) -> Scores:
+    def score(
+        self, sequences: Sequences, temperature: float, top_p: float, replay: str | None = None
+    ) -> Scores:
+        """replay: `algorithm.routing_replay`; with it come the routers' own choices, where anything is made of them."""
         parts = (sequences.tokens, sequences.lengths, sequences.loss_mask)
-        return self.policy.score(*parts, temperature, top_p)
+        return self.policy.score(
+            *parts,
+            temperature,
+            top_p,
+            routes=sequences.routes if replay == "r3" else None,
+            return_routes=replay == "r2" or (replay is not None and sequences.routes is not None),
+        )
 
     def update(
         self, batch: TrainBatch, objective: ObjectiveConfig, temperature: float, top_p: float

@@ -6,7 +6,7 @@ data, stand in `rl.validate`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Annotated, Any, Literal
 
@@ -161,6 +161,10 @@ class AlgorithmConfig:
     dynamic_sampling: bool = True
     max_rounds: int = 10
     min_groups: int | None = None  # groups that suffice when the rounds are used up; None: all of them
+    pipeline: Literal["serial", "one_step_off"] = "serial"  # see `rl.pipeline`
+    max_staleness: int = 1  # weight versions that a response may be behind the learner that learns from it
+    # Experts in the learner: its routers' own (off), those it chose before the update (r2), the sampler's (r3).
+    routing_replay: Literal["off", "r2", "r3"] = "off"
     shaping: ShapingConfig = field(default_factory=ShapingConfig)
     advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
@@ -195,6 +199,13 @@ class AlgorithmConfig:
             self.min_groups,
             "between algorithm.updates_per_iteration and algorithm.prompts_per_iteration",
         )
+        least = 1 if self.pipeline == "one_step_off" else 0
+        _require(
+            self.max_staleness >= least,
+            "algorithm.max_staleness",
+            self.max_staleness,
+            f"at least {least} with algorithm.pipeline={self.pipeline}",
+        )
         _require(
             self.prompts_per_iteration % self.updates_per_iteration == 0,
             "algorithm.updates_per_iteration",
@@ -213,6 +224,13 @@ class AlgorithmConfig:
             self.advantage.estimator,
             "gae and algorithm.objective.critic need each other",
         )
+
+    @property
+    def rollout_sampling(self) -> SamplingConfig:
+        """`sampling`, with the sampler's routes where they are replayed."""
+        if self.routing_replay != "r3" or self.sampling.return_routes:
+            return self.sampling
+        return replace(self.sampling, return_routes=True)
 
     @property
     def needs_reference(self) -> bool:

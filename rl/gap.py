@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from kernels.routing import NO_ROUTE
+
 if TYPE_CHECKING:
     from learner.config import ObjectiveConfig
 
@@ -61,6 +63,24 @@ def gap_statistics(
         "gap/ess": ratio.sum() ** 2 / (ratio.size * np.square(ratio).sum()),
     }
     return {name: float(value) for name, value in statistics.items()}
+
+
+def route_mismatch(learner: torch.Tensor, sampler: torch.Tensor) -> float:
+    """gap/route_mismatch: the share of tokens x layers for which the two name different sets of experts.
+
+    learner, sampler: integer [B, S, layers, k]; only where the sampler's are known counts. Raises ValueError for
+    other shapes and when none is known.
+    """
+    if learner.dim() != 4 or learner.shape != sampler.shape:
+        raise ValueError(
+            "routes of learner and sampler must both have shape [sequences, tokens, layers, k],"
+            f" got {tuple(learner.shape)} and {tuple(sampler.shape)}"
+        )
+    known = (sampler != NO_ROUTE).all(-1)
+    if not known.any():
+        raise ValueError("there are no routes of the sampler to compare")
+    differ = (learner.sort(-1).values != sampler.sort(-1).values).any(-1)
+    return differ[known].double().mean().item()
 
 
 def _finite(learner_logp: torch.Tensor, sampler_logp: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:

@@ -23,6 +23,7 @@ from rl.errors import ConfigError, DataError
 from rl.evaluation.during_training import benchmark_metrics, training_exams
 from rl.evaluation.exams import Exam
 from rl.models import cached_folder, folder_digest, initial_model, model_architecture
+from rl.pipeline import RolloutBatch
 from rl.records.logger import RunLogger
 from rl.records.provenance import record_engines, record_launch
 from rl.records.report import write_report
@@ -30,6 +31,7 @@ from rl.records.view import RunView, open_view
 from rl.rewards.pool import RewardPool
 from rl.rewards.registry import Reward, load_reward
 from rl.rollout import Group, Rollout, response_seed
+from rl.rollout_store import load_rollouts, save_rollouts
 from rl.run_folder import RunFolder
 from rl.specs import check_experts_ran, check_specifications
 from rl.task import Task, own_tokenizer, problem_source
@@ -41,7 +43,7 @@ from sampler.model_check import check_model
 
 log = logging.getLogger(__name__)
 
-_LEARNER, _CRITIC = "learner", "critic"  # their folders in a checkpoint
+_LEARNER, _CRITIC, _ROLLOUTS = "learner", "critic", "rollouts"  # their folders in a checkpoint
 _DATA = "data"  # what the driver's state in a checkpoint says of the data
 _BEFORE_THE_FIRST_STEP = -1  # where a run goes on that was stopped before its first checkpoint
 
@@ -50,6 +52,7 @@ _BEFORE_THE_FIRST_STEP = -1  # where a run goes on that was stopped before its f
 class Job:
     """What the driver works with. `restored` is the driver's state in the checkpoint, empty for a new run. Where the
     objective asks for them, `reference` is the policy that the run started from, and `critic` its value function.
+    `ahead` is a batch of rollouts that the checkpoint holds.
     """
 
     config: Config
@@ -66,6 +69,7 @@ class Job:
     reference: Remote | None = None
     critic: Remote | None = None
     exams: Sequence[Exam] = ()
+    ahead: RolloutBatch | None = None
 
     def generate(
         self, prompts: Sequence[Prompt], samples: int, purpose: str, sampling: SamplingConfig
@@ -127,18 +131,21 @@ class Job:
         self.logger.log(step, {**metrics, **memory})
         self.view.step(step, {**metrics, **memory})
 
-    def save(self, step: int, state: dict[str, Any]) -> None:
-        """Write a checkpoint: the state of learner, critic and driver, whose data cursor is state["position"]."""
+    def save(self, step: int, state: dict[str, Any], ahead: RolloutBatch | None = None) -> None:
+        """Write a checkpoint: learner, critic, the driver's state (data cursor: state["position"]), and rollouts."""
         started = time.perf_counter()
         self.view.stage("checkpoint")
         state = state | {_DATA: self.task.prompts.bookmark(state["position"])}
-        self.checkpoints.save(step, self._checkpoint_models, state)
-        self.logger.log(step, {"time/checkpoint": time.perf_counter() - started})
 
-    def _checkpoint_models(self, folder: Path) -> None:
-        self.learner.checkpoint(folder / _LEARNER)
-        if self.critic is not None:
-            self.critic.checkpoint(folder / _CRITIC)
+        def write(folder: Path) -> None:
+            self.learner.checkpoint(folder / _LEARNER)
+            if self.critic is not None:
+                self.critic.checkpoint(folder / _CRITIC)
+            if ahead is not None:
+                save_rollouts(folder / _ROLLOUTS, ahead)
+
+        self.checkpoints.save(step, write, state)
+        self.logger.log(step, {"time/checkpoint": time.perf_counter() - started})
 
     def engine_reports(self) -> list[Any]:
         return [
@@ -234,6 +241,7 @@ def open_job(plan: Plan) -> Iterator[Job]:
             reference,
             critic,
             plan.exams,
+            load_rollouts(checkpoint.path / _ROLLOUTS, plan.task.prompts.training) if checkpoint else None,
         )
         reports = job.engine_reports()
         record_engines(folder, reports)

@@ -6,15 +6,17 @@ What an iteration learns from its responses is in `rl.training_batch`, the loss 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
 from learner.batch import TrainBatch
-from rl.gap import gap_statistics
+from rl.gap import gap_statistics, route_mismatch
 from rl.groups import AllSolved, GroupBuffer, TooFewGroups
 from rl.job import Job
 from rl.metrics import reduce
+from rl.pipeline import Pipeline, RolloutBatch, open_pipeline, staleness
 from rl.rollout import Group, Sequences, response_statistics, to_sequences
 from rl.stages import Stages
 from rl.training_batch import mini_batches, training_batch
@@ -40,15 +42,22 @@ class Progress:
 
 def train(job: Job) -> None:
     """Run the job from its last checkpoint, or from the start, to its last iteration."""
-    run, evaluation = job.config.run, job.config.evaluation
     progress = Progress(**job.restored)
+    left = job.config.run.iterations - progress.iteration
+    with open_pipeline(job.config.algorithm.pipeline, partial(collect, job), left, job.ahead) as pipeline:
+        run_iterations(job, pipeline, progress)
+
+
+def run_iterations(job: Job, pipeline: Pipeline, progress: Progress) -> None:
+    """Iterate, evaluate, record and save, until the last iteration or until there is nothing left to learn."""
+    run, evaluation = job.config.run, job.config.evaluation
     job.weight_sync.sync(progress.version)
     if progress.iteration == 0:
         job.record(0, evaluate(job) | job.answer_benchmarks())
     while progress.iteration < run.iterations:
         stages = Stages(job.view.stage)
         try:
-            progress, metrics = iterate(job, progress, stages)
+            progress, metrics = iterate(job, pipeline, progress, stages)
         except TooFewGroups as shortage:
             end_early(job, progress, shortage)
             return
@@ -61,7 +70,7 @@ def train(job: Job) -> None:
                 metrics |= job.answer_benchmarks()
         job.record(progress.iteration, metrics | stages.metrics(metrics["tokens/generated"]))
         if last or progress.iteration % run.checkpoint_every == 0:
-            job.save(progress.iteration, asdict(progress))
+            job.save(progress.iteration, asdict(progress), pipeline.ahead)
 
 
 def end_early(job: Job, progress: Progress, shortage: TooFewGroups) -> None:
@@ -75,31 +84,40 @@ def end_early(job: Job, progress: Progress, shortage: TooFewGroups) -> None:
         job.record(progress.iteration, evaluate(job))
 
 
-def iterate(job: Job, progress: Progress, stages: Stages) -> tuple[Progress, Metrics]:
+def iterate(job: Job, pipeline: Pipeline, progress: Progress, stages: Stages) -> tuple[Progress, Metrics]:
     """One iteration: roll out, score, measure the gap, update, sync."""
     algorithm = job.config.algorithm
-    groups, position, metrics = collect(job, progress.position, stages)
+    drawn = pipeline.take(progress.position, stages)
+    groups = drawn.groups
+    metrics = drawn.metrics | staleness(groups, progress.version, algorithm.max_staleness)
     sequences = to_sequences(groups)
     with stages("score"):
         scores, reference_logp, values = score(job, sequences)
     mask = sequences.loss_mask
     metrics |= gap_statistics(scores.logp[mask], sequences.sampler_logp[mask], algorithm.objective)
     metrics["gap/outside_nucleus"] = scores.outside_nucleus[mask].double().mean().item()
+    if sequences.routes is not None and scores.routes is not None:
+        metrics["gap/route_mismatch"] = route_mismatch(scores.routes, sequences.routes)
+    routes = {"off": None, "r2": scores.routes, "r3": sequences.routes}[algorithm.routing_replay]
     with stages("update"):
         batch, statistics = training_batch(
-            groups, sequences, scores.logp, algorithm, reference_logp=reference_logp, values=values
+            groups,
+            sequences,
+            scores.logp,
+            algorithm,
+            reference_logp=reference_logp,
+            values=values,
+            routes=routes,
         )
         metrics |= statistics | update(job, batch, progress)
+    pipeline.settle(stages)
     with stages("sync"):
         metrics |= job.weight_sync.sync(progress.version + 1)
-    return Progress(progress.iteration + 1, position), metrics | {"version/weights": progress.version}
+    return Progress(progress.iteration + 1, drawn.position), metrics
 
 
-def collect(job: Job, position: int, stages: Stages) -> tuple[list[Group], int, Metrics]:
-    """Draw prompts until enough groups have mixed outcomes (dynamic sampling, DAPO section 3.2).
-
-    Returns the groups to learn from, the data cursor after them, and statistics of everything drawn.
-    """
+def collect(job: Job, position: int, stages: Stages) -> RolloutBatch:
+    """Draw prompts until enough groups have mixed outcomes (dynamic sampling, DAPO section 3.2)."""
     algorithm = job.config.algorithm
     buffer: GroupBuffer[Group] = GroupBuffer(
         needed=algorithm.prompts_per_iteration,
@@ -114,21 +132,21 @@ def collect(job: Job, position: int, stages: Stages) -> tuple[list[Group], int, 
         prompts = [job.task.prompts.training(position + n) for n in range(round_size)]
         position += len(prompts)
         with stages("generate"):
-            responses = job.generate(prompts, algorithm.group_size, "train", algorithm.sampling)
+            responses = job.generate(prompts, algorithm.group_size, "train", algorithm.rollout_sampling)
         with stages("reward"):
             groups = job.score(prompts, responses)
         drawn += groups
         buffer.add(groups)
-    return buffer.kept, position, buffer.metrics() | response_statistics(drawn)
+    return RolloutBatch(buffer.kept, position, buffer.metrics() | response_statistics(drawn))
 
 
 def score(job: Job, sequences: Sequences) -> tuple[Scores, torch.Tensor | None, torch.Tensor | None]:
     """What the learner thinks of the responses before the update; with a KL penalty the reference policy's logp; with a
     critic the values of their states.
     """
-    sampling = job.config.algorithm.sampling
-    arguments = (sequences, sampling.temperature, sampling.top_p)
-    scores = job.learner.score(*arguments)
+    algorithm = job.config.algorithm
+    arguments = (sequences, algorithm.sampling.temperature, algorithm.sampling.top_p)
+    scores = job.learner.score(*arguments, replay=algorithm.routing_replay)
     reference_logp = None if job.reference is None else job.reference.score(*arguments).logp
     values = None if job.critic is None else job.critic.values(sequences)
     return scores, reference_logp, values
@@ -163,7 +181,7 @@ def combined(section: str, steps: list[Metrics]) -> Metrics:
 def evaluate(job: Job) -> Metrics:
     """Sample answers to the held-out problems, always with the same seeds."""
     evaluation = job.config.evaluation
-    sampling = replace(job.config.algorithm.sampling, temperature=evaluation.temperature)
+    sampling = replace(job.config.algorithm.sampling, temperature=evaluation.temperature, return_routes=False)
     prompts = job.task.prompts.held_out
     groups = job.score(prompts, job.generate(prompts, evaluation.samples, "held_out", sampling))
     statistics = response_statistics(groups)

@@ -103,6 +103,12 @@ _TABLE: dict[str, list[tuple[str, Reducer, str, str]]] = {
         ("gap/k3", ONCE, "nat", "k3 estimate of KL(sampler || learner)"),
         ("gap/ess", ONCE, "share", "effective sample size of the ratios, as a share of the tokens"),
         ("gap/outside_nucleus", ONCE, "share", "tokens that the learner would not draw under top-p"),
+        (
+            "gap/route_mismatch",
+            ONCE,
+            "share",
+            "tokens x layers for which the learner's routers choose other experts",
+        ),
     ],
     "correction": [
         ("correction/weight_mean", ONCE, "", "mean importance weight of the tokens in the loss"),
@@ -169,15 +175,20 @@ _TABLE: dict[str, list[tuple[str, Reducer, str, str]]] = {
     "sync": [
         ("sync/bytes", SUM, "bytes", "bytes of weights sent to each sampler"),
         ("sync/tensors", SUM, "tensors", "tensors sent to each sampler"),
-        ("version/weights", LAST, "", "version of the weights that wrote the responses"),
+        ("version/weights", LAST, "", "version of the oldest weights that wrote responses of the update"),
+    ],
+    "staleness": [
+        ("staleness/mean", ONCE, "versions", "weight versions that a response token is behind the learner"),
+        ("staleness/max", MAX, "versions", "the most that a response is behind the learner"),
     ],
     "tokens": [
         ("tokens/generated", SUM, "tokens", "response tokens sampled"),
         ("tokens/trained", SUM, "tokens", "response tokens in the loss mask"),
     ],
     "time": [
-        ("time/generate", SUM, "s", "sampling"),
+        ("time/generate", SUM, "s", "sampling; one step off: waiting for it"),
         ("time/reward", SUM, "s", "scoring the responses"),
+        ("time/overlapped", SUM, "s", "one step off: sampling and scoring behind the update before"),
         ("time/score", SUM, "s", "log-probabilities under the learner before the update"),
         ("time/update", SUM, "s", "optimiser steps"),
         ("time/sync", SUM, "s", "weight sync"),

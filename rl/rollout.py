@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from kernels.routing import NO_ROUTE
 from rl.data.prompts import Prompt
 from rl.rewards.score import Score
 from sampler.engine import Completion
@@ -47,13 +48,15 @@ class Sequences:
     """Groups as right-padded tensors; position t of a row carries the value of token t.
 
     tokens int64 [B, S]; lengths int64 [B]; loss_mask bool [B, S], True at response tokens; sampler_logp float32
-    [B, S], 0 elsewhere.
+    [B, S], 0 elsewhere; routes int16 [B, S, layers, k], the sampler's experts, NO_ROUTE elsewhere; None if they were
+    not returned.
     """
 
     tokens: torch.Tensor
     lengths: torch.Tensor
     loss_mask: torch.Tensor
     sampler_logp: torch.Tensor
+    routes: torch.Tensor | None = None
 
 
 def to_sequences(groups: Sequence[Group]) -> Sequences:
@@ -68,7 +71,20 @@ def to_sequences(groups: Sequence[Group]) -> Sequences:
         tokens[row, : response.stop] = torch.tensor([*prompt, *completion.token_ids])
         logp[row, response] = torch.tensor(completion.logp)
         loss_mask[row, response] = True
-    return Sequences(tokens, lengths, loss_mask, logp)
+    return Sequences(
+        tokens, lengths, loss_mask, logp, _padded_routes([completion for _, completion in rows], shape)
+    )
+
+
+def _padded_routes(completions: Sequence[Completion], shape: tuple[int, int]) -> torch.Tensor | None:
+    first = completions[0].routes
+    if first is None:
+        return None
+    routes = torch.full((*shape, *first.shape[1:]), NO_ROUTE, dtype=torch.int16)
+    for row, completion in enumerate(completions):
+        assert completion.routes is not None
+        routes[row, : len(completion.routes)] = torch.from_numpy(completion.routes.copy())
+    return routes
 
 
 def response_seed(seed: int, purpose: str, position: int, sample: int) -> int:

@@ -27,11 +27,13 @@ def training_batch(
     *,
     reference_logp: torch.Tensor | None = None,
     values: torch.Tensor | None = None,
+    routes: torch.Tensor | None = None,
 ) -> tuple[TrainBatch, dict[str, float]]:
     """The batch of an iteration, and statistics of what it holds.
 
     groups: those that are learned from, and `sequences` made of them; old_logp, reference_logp, values: float32
-    [B, S], by the learner before the update, the reference policy (with a KL penalty) and the critic (with gae).
+    [B, S], by the learner before the update, the reference policy (with a KL penalty) and the critic (with gae);
+    routes: int16 [B, S, layers, k], the experts to replay.
 
     Raises NothingToLearn when no token is in the loss.
     """
@@ -68,6 +70,7 @@ def training_batch(
         reference_logp=reference_logp,
         old_values=values,
         returns=returns,
+        routes=routes,
     )
     correction = correct(old_logp, sequences.sampler_logp, mask, algorithm.objective.correction)
     metrics |= {f"correction/{name}": value for name, value in correction.statistics().items()}

@@ -53,6 +53,7 @@ class SamplingConfig:
     top_p: float = 1.0
     max_tokens: int = 256  # of the response
     stop_token_ids: tuple[int, ...] = ()  # a response ends with the first of these, which it includes
+    return_routes: bool = False  # with each response come the experts of its tokens and of its prompt's
 
     def __post_init__(self) -> None:
         check = checker(self)

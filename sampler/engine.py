@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from kernels.guard import check_guards
@@ -31,12 +33,15 @@ class Completion:
     top-p included; at temperature 0, under that of temperature 1).
     finish_reason: "stop" (the last token is a stop token) or "length".
     version: of the weights that wrote it.
+    routes: int16 [prompt + response tokens, layers, k], the experts of each token by descending coefficient, if they
+        were asked for. -1 for the last token, which the engine never computed, and in layers without experts.
     """
 
     token_ids: tuple[int, ...]
     logp: tuple[float, ...]
     finish_reason: str
     version: int
+    routes: np.ndarray | None = field(default=None, compare=False)
 
 
 class Sampler:
@@ -62,6 +67,7 @@ class Sampler:
             from sampler.loader import LOAD_FORMAT
             from sampler.plugin import register
             from sampler.quantization import METHOD, quantization_config
+            from sampler.routes import RouteRecorder
             from sampler.weights import LiveWeights, expert_methods
 
             register()
@@ -91,6 +97,8 @@ class Sampler:
         self._vocab_size = self._llm.model_config.get_vocab_size()
         self._experts = expert_methods(self._model)
         self._weights = LiveWeights(self._model, precision_map)
+        [runner] = self._llm.collective_rpc(lambda worker: worker.model_runner)
+        self._recorder = RouteRecorder(runner, self._experts, len(precision_map.layers))
 
     def generate(
         self, prompts: Sequence[Sequence[int]], seeds: Sequence[Sequence[int]], sampling: SamplingConfig
@@ -128,7 +136,11 @@ class Sampler:
             for seed in own
         ]
         repeated = [prompt for prompt, own in zip(prompts, seeds, strict=True) for _ in own]
-        responses = iter([self._completion(output) for output in self._run(repeated, params)])
+        recording = self._recorder.recording(self._model) if sampling.return_routes else nullcontext()
+        with recording:
+            outputs = self._run(repeated, params)
+        routes = self._routes(outputs) if sampling.return_routes else {}
+        responses = iter([self._completion(output, routes.get(output.request_id)) for output in outputs])
         return [[next(responses) for _ in own] for own in seeds]
 
     def score(
@@ -221,14 +233,18 @@ class Sampler:
             if not 0 <= min(sequence) <= max(sequence) < self._vocab_size:
                 raise ValueError(f"{name}[{index}] holds token ids outside [0, {self._vocab_size})")
 
-    def _completion(self, output: RequestOutput) -> Completion:
+    def _routes(self, outputs: Sequence[RequestOutput]) -> dict[str, np.ndarray]:
+        lengths = {o.request_id: len(o.prompt_token_ids) + len(o.outputs[0].token_ids) for o in outputs}
+        return self._recorder.take(lengths)
+
+    def _completion(self, output: RequestOutput, routes: np.ndarray | None) -> Completion:
         [response] = output.outputs
         token_ids, logp = tuple(response.token_ids), tuple(response.logprobs.logprobs)
         if response.finish_reason not in ("stop", "length"):
             raise RuntimeError(f"vLLM ended a request with {response.finish_reason!r}")
         assert tuple(response.logprobs.token_ids) == token_ids
         _check_finite(logp)
-        return Completion(token_ids, logp, response.finish_reason, self.version)
+        return Completion(token_ids, logp, response.finish_reason, self.version, routes)
 
     def _response_logp(self, output: RequestOutput, sequence: Sequence[int], length: int) -> list[float]:
         prompt, following = output.prompt_logprobs, output.outputs[0].logprobs

@@ -13,6 +13,7 @@ from sampler.config import SamplerConfig
 _VARIABLES = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine lives in this process: weights are updated in place
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # threads pinned to cores would starve whoever shares them
+    "VLLM_USE_V2_MODEL_RUNNER": "0",  # `sampler.routes` reads the batches of the first (CPUs have no other)
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
     "VLLM_HOST_IP": "127.0.0.1",

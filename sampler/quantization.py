@@ -69,7 +69,7 @@ class ExpertMethod(FusedMoEMethodBase):
     """The experts of layer number `index`, computed by `kernels.reference` under `spec`.
 
     The layer's parameters are the tensors of `weights`, the same storage. guard: to be checked before anything
-    that `apply` computed is used.
+    that `apply` computed is used. chosen: integer [T, k], the experts of the last `apply`, by descending coefficient.
     """
 
     def __init__(self, moe: FusedMoEConfig, spec: ExecutionSpec, index: int) -> None:
@@ -78,6 +78,7 @@ class ExpertMethod(FusedMoEMethodBase):
         self.guard = NonFiniteGuard(index, moe.num_experts)
         self.weights: ExpertWeights | None = None  # once the checkpoint is loaded
         self.calls = 0  # of apply
+        self.chosen = torch.empty(0, moe.experts_per_token, dtype=torch.int64)
         self._prepared: PreparedExperts | None = None
 
     def create_weights(
@@ -133,6 +134,7 @@ class ExpertMethod(FusedMoEMethodBase):
             assert self.weights is not None, f"{layer.layer_name} is not loaded"
             self._prepared = reference.prepare(self.weights, self.spec)
         ids, coefficients = sort_slots(topk_ids, topk_weights)
+        self.chosen = ids
         output = reference.forward(x, ids, coefficients, self._prepared, self.spec, self.guard)
         return output.to(x.dtype)
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from learner.config import ObjectiveConfig
-from rl.gap import NonFiniteLogp, gap_statistics
+from rl.gap import NonFiniteLogp, gap_statistics, route_mismatch
 
 NAMES = {
     *("gap/mean", "gap/abs_mean", "gap/p50", "gap/p90", "gap/p99", "gap/p999", "gap/max"),
@@ -148,3 +148,15 @@ def test_no_tokens_and_other_shapes_are_refused():
         statistics(torch.zeros(3), torch.zeros(2))
     with pytest.raises(ValueError, match=r"shape \[tokens\]"):
         statistics(torch.zeros(3, 2), torch.zeros(3, 2))
+
+
+def test_route_mismatch_counts_tokens_and_layers_whatever_the_order_of_slots() -> None:
+    """One sequence of three tokens, two layers; the last token has no routes, and one layer of the first neither."""
+    sampler = torch.tensor([[[[1, 2], [3, 0]], [[-1, -1], [4, 5]], [[-1, -1], [-1, -1]]]], dtype=torch.int16)
+    learner = torch.tensor([[[[2, 1], [3, 1]], [[0, 1], [5, 4]], [[0, 1], [0, 1]]]], dtype=torch.int16)
+    assert route_mismatch(learner, sampler) == pytest.approx(1 / 3)
+    assert route_mismatch(sampler, sampler) == 0
+    with pytest.raises(ValueError, match="no routes of the sampler"):
+        route_mismatch(learner, torch.full_like(sampler, -1))
+    with pytest.raises(ValueError, match=r"shape \[sequences, tokens, layers, k\], got"):
+        route_mismatch(learner[:, :2], sampler)

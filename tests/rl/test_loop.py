@@ -4,21 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from kernels.routing import NO_ROUTE
 from learner.batch import TrainBatch
 from learner.config import CriticConfig, KLConfig, ObjectiveConfig
 from rl.config import AdvantageConfig, AlgorithmConfig, ShapingConfig
 from rl.groups import TooFewGroups
 from rl.loop import Progress, collect, iterate
 from rl.metrics import METRICS
+from rl.pipeline import Serial, StaleRollouts
 from rl.rollout import Group, Sequences
 from sampler.config import SamplingConfig
-from tests.rl.rollouts import group, rollout
+from tests.rl.rollouts import PROMPT, group, rollout
 
 STAGES: Any = lambda name: nullcontext()  # noqa: E731
 SAMPLING = SamplingConfig(temperature=0.7, top_p=0.9, max_tokens=8)
@@ -32,10 +37,13 @@ class FakeLearner:
         self.sampled_with: list[tuple[float, float]] = []
         self.batches: list[TrainBatch] = []
 
-    def score(self, sequences: Sequences, temperature: float, top_p: float) -> Any:
+    def score(self, sequences: Sequences, temperature: float, top_p: float, replay: str | None = None) -> Any:
         self.sampled_with.append((temperature, top_p))
+        self.replay = replay
         logp = torch.where(sequences.loss_mask, sequences.sampler_logp + self.shift, 0.0)
-        return SimpleNamespace(logp=logp, outside_nucleus=sequences.tokens == 7)
+        own = sequences.routes
+        routes = None if replay is None or own is None else torch.where(own < 0, own, own + 1)
+        return SimpleNamespace(logp=logp, outside_nucleus=sequences.tokens == 7, routes=routes)
 
     def update(
         self, batch: TrainBatch, objective: ObjectiveConfig, temperature: float, top_p: float
@@ -73,15 +81,28 @@ class FakeJob:
         self.weight_sync = SimpleNamespace(sync=lambda version: {})
 
     def generate(self, prompts: list[int], samples: int, purpose: str, sampling: SamplingConfig) -> list[int]:
-        assert samples == self.config.algorithm.group_size and sampling is SAMPLING
+        algorithm = self.config.algorithm
+        assert samples == algorithm.group_size and sampling == algorithm.rollout_sampling
+        self.routed = sampling.return_routes
         self.rounds.append(len(prompts))
         return prompts
 
     def score(self, prompts: list[int], responses: list[int]) -> list[Group]:
-        return [
+        groups = [
             group(*(rollout(value, length, logp=-1.0 - n) for value, length in self.outcomes[n]), position=n)
             for n in prompts
         ]
+        return [with_routes(g) for g in groups] if self.routed else groups
+
+
+def with_routes(bare: Group) -> Group:
+    """Two experts of one layer for every token but the last; the first is the prompt's number."""
+    rollouts = []
+    for one in bare.rollouts:
+        routes = np.full((len(PROMPT) + len(one.completion.token_ids), 1, 2), NO_ROUTE, np.int16)
+        routes[:-1] = bare.prompt.position, 5
+        rollouts.append(replace(one, completion=replace(one.completion, routes=routes)))
+    return replace(bare, rollouts=tuple(rollouts))
 
 
 def job_of(outcomes: Sequence[Sequence[tuple[float, int]]], **changes: Any) -> Any:
@@ -97,7 +118,7 @@ def test_rows_stay_aligned_when_groups_are_dropped_between_rounds():
     """Rewards 0, 1 and lengths tell rows apart: each row has its own advantage, logp and length."""
     outcomes = [SOLVED, ((0.0, 2), (1.0, 5)), UNSOLVED, UNSOLVED, ((1.0, 7), (0.0, 4)), MIXED]
     job = job_of(outcomes, advantage=AdvantageConfig(estimator="dr_grpo"), updates_per_iteration=2)
-    progress, metrics = iterate(job, Progress(), STAGES)
+    progress, metrics = iterate(job, Serial(partial(collect, job)), Progress(), STAGES)
     first, second = job.learner.batches
     assert progress == Progress(iteration=1, position=6)
     for batch, number, lengths in ((first, 1, [2, 5]), (second, 4, [7, 4])):
@@ -113,16 +134,16 @@ def test_dynamic_sampling_judges_raw_outcomes():
     """All right, but of different lengths: the overlong penalty would make this group look mixed."""
     outcomes = [(RIGHT, LONG), MIXED, MIXED, MIXED]
     job = job_of(outcomes, shaping=ShapingConfig(overlong_buffer=4))
-    groups, _, metrics = collect(job, 0, STAGES)
-    assert [g.prompt.position for g in groups] == [1, 2]
-    assert metrics["groups/dropped_constant"] == 1
+    batch = collect(job, 0, STAGES)
+    assert [g.prompt.position for g in batch.groups] == [1, 2]
+    assert batch.metrics["groups/dropped_constant"] == 1
 
 
 def test_a_round_may_draw_more_prompts_than_an_iteration_needs():
     job = job_of([MIXED, SOLVED, SOLVED, SOLVED, MIXED], prompts_per_round=5)
-    _, position, metrics = collect(job, 0, STAGES)
-    assert job.rounds == [5] and position == 5
-    assert metrics["groups/kept"] == 2
+    batch = collect(job, 0, STAGES)
+    assert job.rounds == [5] and batch.position == 5
+    assert batch.metrics["groups/kept"] == 2
 
 
 def test_rounds_are_bounded_and_the_error_names_kept_and_needed_groups():
@@ -135,7 +156,7 @@ def test_rounds_are_bounded_and_the_error_names_kept_and_needed_groups():
 @pytest.mark.parametrize("place", ["loss", "reward"])
 def test_temperature_and_top_p_go_with_every_log_probability(place: str):
     job = job_of([MIXED, MIXED], objective=ObjectiveConfig(kl=KLConfig(coefficient=0.1, place=place)))
-    _, metrics = iterate(job, Progress(), STAGES)
+    _, metrics = iterate(job, Serial(partial(collect, job)), Progress(), STAGES)
     assert job.learner.sampled_with == [(0.7, 0.9)] * 2  # score, update
     assert job.reference.sampled_with == [(0.7, 0.9)]
     [batch] = job.learner.batches
@@ -147,7 +168,7 @@ def test_temperature_and_top_p_go_with_every_log_probability(place: str):
 
 def test_without_a_kl_penalty_there_is_no_reference():
     job = job_of([MIXED, MIXED])
-    iterate(job, Progress(), STAGES)
+    iterate(job, Serial(partial(collect, job)), Progress(), STAGES)
     assert job.learner.batches[0].reference_logp is None
 
 
@@ -158,7 +179,7 @@ def test_critic_and_policy_learn_from_the_same_mini_batches():
     objective = ObjectiveConfig(critic=CriticConfig())
     outcomes = [((1.0, 3), (0.0, 3)), ((0.0, 5), (0.0, 1))]
     job = job_of(outcomes, **WITH_CRITIC, objective=objective, updates_per_iteration=2)
-    _, metrics = iterate(job, Progress(), STAGES)
+    _, metrics = iterate(job, Serial(partial(collect, job)), Progress(), STAGES)
     assert [id(batch) for batch in job.critic.batches] == [id(batch) for batch in job.learner.batches]
     first, second = job.critic.batches
     assert first.in_loss("returns").tolist() == [1.0] * 3 + [0.0] * 3
@@ -171,10 +192,37 @@ def test_critic_and_policy_learn_from_the_same_mini_batches():
 
 def test_the_critic_alone_learns_in_its_warm_up_iterations():
     objective = ObjectiveConfig(critic=CriticConfig(warmup_iterations=2))
-    job = job_of([MIXED] * 6, **WITH_CRITIC, objective=objective)
+    job = job_of([MIXED] * 6, **WITH_CRITIC, objective=objective, max_staleness=2)
     progress, learned = Progress(), []
     for _ in range(3):
-        progress, metrics = iterate(job, progress, STAGES)
+        progress, metrics = iterate(job, Serial(partial(collect, job)), progress, STAGES)
         learned.append((len(job.critic.batches), len(job.learner.batches), "policy/loss" in metrics))
         assert metrics["tokens/trained"] == 12
     assert learned == [(1, 0, False), (2, 0, False), (3, 1, True)]
+
+
+@pytest.mark.parametrize(("replay", "asked"), [("off", False), ("off", True), ("r2", True), ("r3", False)])
+def test_experts_are_replayed_as_configured(replay: str, asked: bool):
+    """The fake learner chooses the expert after each of the sampler's."""
+    sampling = SamplingConfig(max_tokens=8, return_routes=asked)
+    job = job_of(
+        [SOLVED, MIXED, ((0.0, 5), RIGHT), SOLVED], routing_replay=replay, sampling=sampling, max_rounds=2
+    )
+    _, metrics = iterate(job, Serial(partial(collect, job)), Progress(), STAGES)
+    [batch] = job.learner.batches
+    assert job.learner.replay == replay
+    assert metrics.get("gap/route_mismatch") == (1.0 if asked or replay == "r3" else None)
+    if replay == "off":
+        assert batch.routes is None
+        return
+    shift = 1 if replay == "r2" else 0
+    for row, number in enumerate([1, 1, 2, 2]):  # the rows of the groups that are kept
+        own, length = batch.routes[row], batch.lengths[row]
+        assert own[: length - 1].tolist() == [[[number + shift, 5 + shift]]] * (length - 1)
+        assert (own[length - 1 :] == NO_ROUTE).all()
+
+
+def test_old_responses_are_refused():
+    job = job_of([MIXED, MIXED])
+    with pytest.raises(StaleRollouts, match="weights version 1 to 1, and the learner holds version 4"):
+        iterate(job, Serial(partial(collect, job)), Progress(iteration=3), STAGES)

@@ -124,7 +124,10 @@ def test_the_table_has_what_the_run_computes() -> None:
     _, policy = policy_loss(batch, logp, logp, batch.totals, objective)
     correction = correct(logp, logp, mask, objective.correction).statistics()
     names = {f"policy/{name}" for name in policy} | {f"correction/{name}" for name in correction}
-    names |= gap_statistics(logp[0], logp[1], objective).keys() | {"gap/outside_nucleus"}
+    names |= gap_statistics(logp[0], logp[1], objective).keys() | {
+        "gap/outside_nucleus",
+        "gap/route_mismatch",
+    }
     assert names <= METRICS.keys()
     assert {row.name for row in METRICS.values() if row.section in ("gap", "correction")} <= names
 

@@ -138,16 +138,42 @@ def test_a_run_killed_in_three_places_equals_the_uninterrupted_one(place: Path, 
     output = finish(process, place)
     assert process.returncode == 0, output
 
+    assert_equal_runs(folder, uninterrupted)
+
+
+def assert_equal_runs(folder: Path, other: Path) -> None:
+    """All metrics but the volatile ones, and what the learner holds at the end, bit for bit."""
     assert comparable(read_history(folder / "metrics.jsonl")) == comparable(
-        read_history(uninterrupted / "metrics.jsonl")
+        read_history(other / "metrics.jsonl")
     )
     for file in ("weights.safetensors", "optimizer.safetensors"):
-        killed, whole = (
+        ours, theirs = (
             load_file(path / "checkpoints" / f"step_{ITERATIONS:06d}" / "learner" / file)
-            for path in (folder, uninterrupted)
+            for path in (folder, other)
         )
-        assert killed.keys() == whole.keys()
-        assert all(killed[name].equal(whole[name]) for name in whole)
+        assert ours.keys() == theirs.keys()
+        assert all(ours[name].equal(theirs[name]) for name in theirs)
+
+
+def test_rollouts_that_were_drawn_ahead_outlive_a_kill(place: Path):
+    """One step off, with the sampler's experts replayed: the batch of the next iteration is part of the checkpoint."""
+    settings = ("algorithm.pipeline=one_step_off", "algorithm.routing_replay=r3")
+    process = start(place, "run.name=ahead", *settings)
+    output = finish(process, place)
+    assert process.returncode == 0, output
+    whole = run_folder(place, "ahead")
+    history = read_history(whole / "metrics.jsonl")
+    assert [history[step]["staleness/max"] for step in range(1, ITERATIONS + 1)] == [0, 1, 1, 1]
+    assert [history[step]["version/weights"] for step in range(1, ITERATIONS + 1)] == [1, 1, 2, 3]
+    assert all(0 <= history[step]["gap/route_mismatch"] < 0.5 for step in range(1, ITERATIONS + 1))
+
+    process = start(place, "run.name=ahead_killed", *settings)
+    kill_when(place, process, lambda: _recorded(place, "ahead_killed") >= 2)
+    folder = run_folder(place, "ahead_killed")
+    process = start(place, f"run.resume={folder}", "run.name=ahead_killed", *settings)
+    output = finish(process, place)
+    assert process.returncode == 0, output
+    assert_equal_runs(folder, whole)
 
 
 def _recorded(place: Path, name: str) -> int:

@@ -1,0 +1,86 @@
+"""Routing replay: the experts of each token are given, and only their coefficients are the router's own.
+
+Near a tie of two router logits sampler and learner may choose different experts, which moves a log-probability far more
+than rounding does. R3 replays the sampler's choices (Ma et al. 2025, arXiv 2510.11370), R2 those that the learner made
+before an update (Zheng et al. 2025, arXiv 2507.18071, section 5.3). Gradients reach the router through the coefficients
+of the experts that are replayed, normalised as the router normalises those of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from kernels.routing import NO_ROUTE
+
+TopK = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+
+
+class RouteReplay:
+    """Chooses the experts of one router; Megatron's routers ask the object in their `router_replay`.
+
+    routes: integer [T, k], the experts of the next forward pass; NO_ROUTE: the router's own choice. None: all its own.
+    own: int64 [T, k], what the router itself would have taken in the last one.
+    """
+
+    def __init__(self) -> None:
+        self.routes: torch.Tensor | None = None
+        self.own: torch.Tensor | None = None
+
+    def get_replay_topk(
+        self,
+        scores: torch.Tensor,
+        topk: int,
+        num_groups: int | None,
+        group_topk: int | None,
+        default_compute_topk: TopK,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Scores and expert ids, both [T, k], out of `scores` [T, E]; see Megatron's `RouterReplay`."""
+        own_scores, self.own = default_compute_topk(scores, topk, num_groups, group_topk)
+        if self.routes is None:
+            return own_scores, self.own
+        ids = torch.where(self.routes == NO_ROUTE, self.own, self.routes)
+        return scores.gather(1, ids), ids
+
+
+@contextmanager
+def replayed(replays: Sequence[RouteReplay], routes: torch.Tensor | None) -> Iterator[None]:
+    """Inside, the routers of layers 0, 1, ... follow `routes`, integer [B, S, layers, k], on tokens in the order
+    [S, B]."""
+    if routes is not None:
+        for replay, chosen in zip(replays, routes.long().permute(2, 1, 0, 3).flatten(1, 2), strict=True):
+            replay.routes = chosen
+    try:
+        yield
+    finally:
+        for replay in replays:
+            replay.routes = None
+
+
+def own_routes(replays: Sequence[RouteReplay], rows: int) -> torch.Tensor:
+    """int16 [B, S, layers, k]: what the routers themselves chose in the last forward pass over B = `rows` sequences."""
+    own = torch.stack([replay.own for replay in replays if replay.own is not None]).to(torch.int16)
+    return own.unflatten(1, (-1, rows)).permute(2, 1, 0, 3)
+
+
+def check_routes(routes: torch.Tensor, experts: int, shape: Sequence[int]) -> None:
+    """Raise ValueError unless `routes` is int16 of `shape` [B, S, layers, k] and names, of each token in each layer, k
+    different experts of [0, experts), or k times NO_ROUTE."""
+    if routes.dtype != torch.int16 or routes.shape != torch.Size(shape):
+        raise ValueError(f"routes must be int16 {list(shape)}, got {routes.dtype} {list(routes.shape)}")
+    outside = (routes < NO_ROUTE) | (routes >= experts)
+    if bool(outside.any()):
+        found = f"{int(routes.min())} to {int(routes.max())}"
+        raise ValueError(f"routes must lie in [0, {experts}), or be {NO_ROUTE}, got {found}")
+    ordered = routes.sort(dim=-1).values
+    repeated = ((ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] != NO_ROUTE)).any(-1)
+    none = routes == NO_ROUTE
+    wrong = repeated | (none.any(-1) & ~none.all(-1))
+    if bool(wrong.any()):
+        row, position, layer = (int(index) for index in wrong.nonzero()[0])
+        raise ValueError(
+            f"routes of token {position} of sequence {row} in layer {layer}:"
+            f" {routes[row, position, layer].tolist()} names an expert twice, or not all of them"
+        )
