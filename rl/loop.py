@@ -51,7 +51,7 @@ def train(job: Job) -> None:
 def run_iterations(job: Job, pipeline: Pipeline, progress: Progress) -> None:
     """Iterate, evaluate, record and save, until the last iteration or until there is nothing left to learn."""
     run, evaluation = job.config.run, job.config.evaluation
-    job.weight_sync.sync(progress.version)
+    job.engines.weight_sync.sync(progress.version)
     if progress.iteration == 0:
         job.record(0, evaluate(job) | job.answer_benchmarks())
     while progress.iteration < run.iterations:
@@ -112,7 +112,8 @@ def iterate(job: Job, pipeline: Pipeline, progress: Progress, stages: Stages) ->
         metrics |= statistics | update(job, batch, progress)
     pipeline.settle(stages)
     with stages("sync"):
-        metrics |= job.weight_sync.sync(progress.version + 1)
+        metrics |= job.engines.weight_sync.sync(progress.version + 1)
+    metrics["data/epoch"] = drawn.position / job.task.prompts.training_count
     return Progress(progress.iteration + 1, drawn.position), metrics
 
 
@@ -144,11 +145,11 @@ def score(job: Job, sequences: Sequences) -> tuple[Scores, torch.Tensor | None, 
     """What the learner thinks of the responses before the update; with a KL penalty the reference policy's logp; with a
     critic the values of their states.
     """
-    algorithm = job.config.algorithm
+    algorithm, engines = job.config.algorithm, job.engines
     arguments = (sequences, algorithm.sampling.temperature, algorithm.sampling.top_p)
-    scores = job.learner.score(*arguments, replay=algorithm.routing_replay)
-    reference_logp = None if job.reference is None else job.reference.score(*arguments).logp
-    values = None if job.critic is None else job.critic.values(sequences)
+    scores = engines.learner.score(*arguments, replay=algorithm.routing_replay)
+    reference_logp = None if engines.reference is None else engines.reference.score(*arguments).logp
+    values = None if engines.critic is None else engines.critic.values(sequences)
     return scores, reference_logp, values
 
 
@@ -156,15 +157,15 @@ def update(job: Job, batch: TrainBatch, progress: Progress) -> Metrics:
     """One optimiser step for each of `updates_per_iteration` mini-batches, of the critic and then of the policy; the
     critic alone learns in its warm-up iterations.
     """
-    algorithm = job.config.algorithm
+    algorithm, engines = job.config.algorithm, job.engines
     sampling, critic = algorithm.sampling, algorithm.objective.critic
     parts = mini_batches(batch, algorithm.updates_per_iteration)
     metrics: Metrics = {"tokens/trained": sum(part.totals.tokens for part in parts)}
-    if job.critic is not None:
-        metrics |= combined("critic", [job.critic.update(part) for part in parts])
+    if engines.critic is not None:
+        metrics |= combined("critic", [engines.critic.update(part) for part in parts])
     if critic is None or progress.iteration >= critic.warmup_iterations:
         arguments = (algorithm.objective, sampling.temperature, sampling.top_p)
-        metrics |= combined("policy", [job.learner.update(part, *arguments) for part in parts])
+        metrics |= combined("policy", [engines.learner.update(part, *arguments) for part in parts])
     return metrics
 
 

@@ -175,6 +175,12 @@ _TABLE: dict[str, list[tuple[str, Reducer, str, str]]] = {
     "sync": [
         ("sync/bytes", SUM, "bytes", "bytes of weights sent to each sampler"),
         ("sync/tensors", SUM, "tensors", "tensors sent to each sampler"),
+        (
+            "data/epoch",
+            LAST,
+            "",
+            "passes through the training problems so far, the prompts of dropped groups included",
+        ),
         ("version/weights", LAST, "", "version of the oldest weights that wrote responses of the update"),
     ],
     "staleness": [

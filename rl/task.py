@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,15 @@ from rl.validate import prompt_limit
 from rl.warm_start import Demonstration
 
 
-def problem_source(data: ArithmeticData | SumsData | FileData, seed: int) -> ProblemSource:
-    """The problems that `data` names. Raises DataError when they are missing or malformed."""
+def problem_source(
+    data: ArithmeticData | SumsData | FileData,
+    seed: int,
+    benchmarks: Mapping[str, Sequence[str]] | None = None,
+) -> ProblemSource:
+    """The problems that `data` names. Raises DataError when they are missing or malformed.
+
+    benchmarks: name -> texts of problems with which those of a file are compared, beside `data.benchmarks`.
+    """
     settings = {
         key: value for key, value in asdict(data).items() if key not in ("source", "overlong", "benchmarks")
     }
@@ -31,7 +39,7 @@ def problem_source(data: ArithmeticData | SumsData | FileData, seed: int) -> Pro
             return Sums(**settings, seed=seed)
         case FileData():
             texts = {name: read_column(**asdict(where)) for name, where in data.benchmarks.items()}
-            return FileProblems(**settings, benchmarks=texts, seed=seed)
+            return FileProblems(**settings, benchmarks={**(benchmarks or {}), **texts}, seed=seed)
 
 
 def own_tokenizer(source: ProblemSource, cache: Path) -> Path | None:

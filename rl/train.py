@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
 import logging
 import sys
 from pathlib import Path
 
-from rl.compose import differing_keys, from_yaml, load_config, recipes, to_yaml
+from rl.command import override_parser, run_command
+from rl.compose import differing_keys, from_yaml, load_config, recipes
 from rl.config import Config
-from rl.errors import ConfigError, UserError
+from rl.errors import ConfigError
 from rl.run_folder import RunFolder
 
 _MAY_CHANGE = (
@@ -23,21 +23,14 @@ _MAY_CHANGE_GROUPS = ("logging.",)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Exit status: 0 done, 2 an error that the user can mend (one line on stderr), 130 interrupted."""
-    options, overrides = _parse(arguments)
-    try:
-        config = _load(overrides)
-        if options.show_config:
-            print(to_yaml(config), end="")
-            return 0
-        run(config)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted; go on with run.resume=<the run's folder>", file=sys.stderr)
-        return 130
-    return 0
+    """The exit status; see `rl.command.run_command`."""
+    parser = override_parser(
+        "rl.train",
+        "Reinforcement learning of an MoE language model with NVFP4 experts in sampler and learner.",
+        f"recipes: {', '.join(recipes())}. Every key that --show-config prints can be set: learner.lr=1e-5",
+        "+recipe=NAME group.key=value",
+    )
+    return run_command(parser.parse_args(arguments), _load, run, "go on with run.resume=<the run's folder>")
 
 
 def run(config: Config) -> None:
@@ -45,8 +38,9 @@ def run(config: Config) -> None:
     from rl.quiet import silence_libraries
 
     silence_libraries()
-    from rl.job import make_plan, open_job
+    from rl.job import open_job
     from rl.loop import train
+    from rl.plan import make_plan
 
     with open_job(make_plan(config)) as job:
         train(job)
@@ -75,22 +69,6 @@ def _load(overrides: list[str]) -> Config:
 
 def _names_recipe(overrides: list[str]) -> bool:
     return any(item.startswith("+recipe=") for item in overrides)
-
-
-def _parse(arguments: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
-    parser = argparse.ArgumentParser(
-        prog="python -m rl.train",
-        description="Reinforcement learning of an MoE language model with NVFP4 experts in sampler and learner.",
-        epilog=f"recipes: {', '.join(recipes())}. Every key that --show-config prints can be set: learner.lr=1e-5",
-    )
-    parser.add_argument(
-        "overrides", nargs="*", metavar="+recipe=NAME group.key=value", help="Hydra overrides"
-    )
-    parser.add_argument(
-        "--show-config", action="store_true", help="print the resolved configuration and stop"
-    )
-    options = parser.parse_args(arguments)
-    return options, options.overrides
 
 
 if __name__ == "__main__":

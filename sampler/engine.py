@@ -148,7 +148,7 @@ class Sampler:
     ) -> list[list[float]]:
         """FP32 log-probabilities of the tokens behind each prompt, by teacher forcing.
 
-        Under the distribution at `temperature` without top-p: what the learner scores.
+        Under the distribution at `temperature`, without top-p.
         Raises as `generate` does, and for a prompt length that leaves no prompt or no response.
         """
         from vllm import SamplingParams

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from rl.config import Config
+from rl.config import Config, EvaluationConfig
 from rl.errors import ConfigError
 from rl.evaluation.benchmarks import BENCHMARKS, TRAINED, EvaluationProtocol
 from rl.evaluation.config import check_protocol
-from rl.evaluation.exams import Exam, make_exam
+from rl.evaluation.exams import Exam, make_exam, read_problems
 from rl.evaluation.results import Result, metrics_of
 from rl.evaluation.runner import Generate, pool_for, run_exam
 from rl.evaluation.summary import Bootstrap, summarise
@@ -31,6 +31,17 @@ def training_exams(config: Config, tokenizer: Any) -> tuple[Exam, ...]:
         )
         for name in settings.benchmarks
     )
+
+
+def benchmark_texts(settings: EvaluationConfig) -> dict[str, list[str]]:
+    """Benchmark -> the problems that `settings` asks of it, bare of any template: training must not show them.
+
+    Raises DataError for data that cannot be read.
+    """
+    return {
+        name: [str(problem.prompt) for problem in read_problems(BENCHMARKS[name], settings.data_dir)[0]]
+        for name in settings.benchmarks
+    }
 
 
 def benchmark_metrics(

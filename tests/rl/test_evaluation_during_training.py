@@ -10,8 +10,9 @@ import pytest
 from rl.compose import load_config
 from rl.config import Config
 from rl.errors import ConfigError
-from rl.evaluation.during_training import benchmark_metrics, training_exams
+from rl.evaluation.during_training import benchmark_metrics, benchmark_texts, training_exams
 from rl.metrics import numbers
+from rl.task import problem_source
 from sampler.engine import Completion
 from tests.rl.tiny_chat import ROWS, byte_tokenizer, make_data
 
@@ -73,6 +74,25 @@ def test_the_sampler_of_the_run_answers_and_the_scores_are_recorded_by_name(tmp_
     for name in ("math500", "aime24"):
         assert metrics[f"benchmark/{name}/trained/score"] == 0.5
         assert metrics[f"benchmark/{name}/trained/error_rate"] == 0
+
+
+def test_training_problems_of_the_benchmarks_asked_are_reported_and_dropped(tmp_path: Path):
+    shared = ROWS["math500.jsonl"][0]
+    rows = [
+        {"id": "0", "problem": shared["problem"], "answer": "1"},
+        {"id": "1", "problem": "2 + 2?", "answer": "4"},
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    overrides = [
+        "data=file",
+        f"data.path={tmp_path / 'rows.jsonl'}",
+        "data.held_out=0",
+        "evaluation.benchmarks=[math500]",
+    ]
+    for overlap, left in (("report", 2), ("drop", 1)):
+        settings = config(tmp_path, *overrides, f"data.overlap={overlap}")
+        about = problem_source(settings.data, 0, benchmark_texts(settings.evaluation)).describe()
+        assert (about["in_math500"], about["training"]) == (1, left)
 
 
 def test_without_benchmarks_nothing_is_read_and_nothing_recorded(tmp_path: Path):

@@ -72,13 +72,17 @@ class FakeJob:
 
     def __init__(self, algorithm: AlgorithmConfig, outcomes: Sequence[Sequence[tuple[float, int]]]) -> None:
         self.config = SimpleNamespace(algorithm=algorithm)
-        self.task = SimpleNamespace(prompts=SimpleNamespace(training=lambda position: position))
+        self.task = SimpleNamespace(
+            prompts=SimpleNamespace(training=lambda position: position, training_count=4)
+        )
         self.outcomes = outcomes
         self.rounds: list[int] = []
-        self.learner = FakeLearner(0.1)
-        self.reference = FakeLearner(-0.3) if algorithm.needs_reference else None
-        self.critic = FakeCritic() if algorithm.objective.critic is not None else None
-        self.weight_sync = SimpleNamespace(sync=lambda version: {})
+        self.engines = SimpleNamespace(
+            learner=FakeLearner(0.1),
+            reference=FakeLearner(-0.3) if algorithm.needs_reference else None,
+            critic=FakeCritic() if algorithm.objective.critic is not None else None,
+            weight_sync=SimpleNamespace(sync=lambda version: {}),
+        )
 
     def generate(self, prompts: list[int], samples: int, purpose: str, sampling: SamplingConfig) -> list[int]:
         algorithm = self.config.algorithm
@@ -119,7 +123,7 @@ def test_rows_stay_aligned_when_groups_are_dropped_between_rounds():
     outcomes = [SOLVED, ((0.0, 2), (1.0, 5)), UNSOLVED, UNSOLVED, ((1.0, 7), (0.0, 4)), MIXED]
     job = job_of(outcomes, advantage=AdvantageConfig(estimator="dr_grpo"), updates_per_iteration=2)
     progress, metrics = iterate(job, Serial(partial(collect, job)), Progress(), STAGES)
-    first, second = job.learner.batches
+    first, second = job.engines.learner.batches
     assert progress == Progress(iteration=1, position=6)
     for batch, number, lengths in ((first, 1, [2, 5]), (second, 4, [7, 4])):
         assert batch.loss_mask.sum(1).tolist() == lengths
@@ -157,9 +161,9 @@ def test_rounds_are_bounded_and_the_error_names_kept_and_needed_groups():
 def test_temperature_and_top_p_go_with_every_log_probability(place: str):
     job = job_of([MIXED, MIXED], objective=ObjectiveConfig(kl=KLConfig(coefficient=0.1, place=place)))
     _, metrics = iterate(job, Serial(partial(collect, job)), Progress(), STAGES)
-    assert job.learner.sampled_with == [(0.7, 0.9)] * 2  # score, update
-    assert job.reference.sampled_with == [(0.7, 0.9)]
-    [batch] = job.learner.batches
+    assert job.engines.learner.sampled_with == [(0.7, 0.9)] * 2  # score, update
+    assert job.engines.reference.sampled_with == [(0.7, 0.9)]
+    [batch] = job.engines.learner.batches
     torch.testing.assert_close(batch.in_loss("reference_logp"), batch.in_loss("sampler_logp") - 0.3)
     assert metrics["gap/mean"] == pytest.approx(0.1, abs=1e-6)
     assert metrics["gap/outside_nucleus"] == pytest.approx(1 / 3)  # token 7 opens every response of three
@@ -169,7 +173,7 @@ def test_temperature_and_top_p_go_with_every_log_probability(place: str):
 def test_without_a_kl_penalty_there_is_no_reference():
     job = job_of([MIXED, MIXED])
     iterate(job, Serial(partial(collect, job)), Progress(), STAGES)
-    assert job.learner.batches[0].reference_logp is None
+    assert job.engines.learner.batches[0].reference_logp is None
 
 
 WITH_CRITIC = {"advantage": AdvantageConfig(estimator="gae"), "dynamic_sampling": False}
@@ -180,8 +184,10 @@ def test_critic_and_policy_learn_from_the_same_mini_batches():
     outcomes = [((1.0, 3), (0.0, 3)), ((0.0, 5), (0.0, 1))]
     job = job_of(outcomes, **WITH_CRITIC, objective=objective, updates_per_iteration=2)
     _, metrics = iterate(job, Serial(partial(collect, job)), Progress(), STAGES)
-    assert [id(batch) for batch in job.critic.batches] == [id(batch) for batch in job.learner.batches]
-    first, second = job.critic.batches
+    assert [id(batch) for batch in job.engines.critic.batches] == [
+        id(batch) for batch in job.engines.learner.batches
+    ]
+    first, second = job.engines.critic.batches
     assert first.in_loss("returns").tolist() == [1.0] * 3 + [0.0] * 3
     assert first.in_loss("advantages").tolist() == [0.75] * 3 + [-0.25] * 3
     assert second.in_loss("old_values").tolist() == [0.25] * 6
@@ -196,7 +202,9 @@ def test_the_critic_alone_learns_in_its_warm_up_iterations():
     progress, learned = Progress(), []
     for _ in range(3):
         progress, metrics = iterate(job, Serial(partial(collect, job)), progress, STAGES)
-        learned.append((len(job.critic.batches), len(job.learner.batches), "policy/loss" in metrics))
+        learned.append(
+            (len(job.engines.critic.batches), len(job.engines.learner.batches), "policy/loss" in metrics)
+        )
         assert metrics["tokens/trained"] == 12
     assert learned == [(1, 0, False), (2, 0, False), (3, 1, True)]
 
@@ -209,8 +217,8 @@ def test_experts_are_replayed_as_configured(replay: str, asked: bool):
         [SOLVED, MIXED, ((0.0, 5), RIGHT), SOLVED], routing_replay=replay, sampling=sampling, max_rounds=2
     )
     _, metrics = iterate(job, Serial(partial(collect, job)), Progress(), STAGES)
-    [batch] = job.learner.batches
-    assert job.learner.replay == replay
+    [batch] = job.engines.learner.batches
+    assert job.engines.learner.replay == replay
     assert metrics.get("gap/route_mismatch") == (1.0 if asked or replay == "r3" else None)
     if replay == "off":
         assert batch.routes is None

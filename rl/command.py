@@ -1,0 +1,52 @@
+"""What the commands share: Hydra overrides as arguments, and one line for an error that the user can mend."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeVar
+
+from rl.compose import to_yaml
+from rl.errors import UserError
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+Configuration = TypeVar("Configuration", bound="DataclassInstance")
+
+
+def override_parser(program: str, description: str, epilog: str, overrides: str) -> argparse.ArgumentParser:
+    """A parser of Hydra overrides, shown as `overrides` in the help, and of --show-config."""
+    parser = argparse.ArgumentParser(prog=f"python -m {program}", description=description, epilog=epilog)
+    parser.add_argument("overrides", nargs="*", metavar=overrides, help="Hydra overrides")
+    parser.add_argument(
+        "--show-config", action="store_true", help="print the resolved configuration and stop"
+    )
+    return parser
+
+
+def run_command(
+    options: argparse.Namespace,
+    load: Callable[[list[str]], Configuration],
+    run: Callable[[Configuration], None],
+    interrupted: str,
+) -> int:
+    """`run` what `load` makes of the overrides, or print it with --show-config.
+
+    Returns the exit status: 0 done, 2 an error that the user can mend (one line on stderr), 130 interrupted
+    (`interrupted` then says how to go on).
+    """
+    try:
+        config = load(options.overrides)
+        if options.show_config:
+            print(to_yaml(config), end="")
+            return 0
+        run(config)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"interrupted; {interrupted}", file=sys.stderr)
+        return 130
+    return 0

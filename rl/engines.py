@@ -1,0 +1,145 @@
+"""The engines of a run: actors that hold a model, started together, checkpointed together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from kernels.catalogue import named_spec
+from kernels.precision_map import PrecisionMap
+from kernels.report import EngineReport
+from rl.actors import CriticActor, LearnerActor, SamplerActor, WeightSyncActor, peak_memory_mib
+from rl.cluster import Remote, start_actor, stop_actor, wait
+from rl.models import cached_folder, folder_digest
+from rl.plan import Plan
+from rl.records.view import RunView
+from rl.run_folder import RunFolder
+from rl.warm_start import warm_start
+
+_LEARNER, _CRITIC = "learner", "critic"  # their folders in a checkpoint
+
+
+@dataclass(frozen=True)
+class Engines:
+    """Where the objective asks for them, `reference` is the policy that the run started from, and `critic` its value
+    function.
+    """
+
+    learner: Remote
+    samplers: Sequence[Remote]
+    weight_sync: Remote
+    reference: Remote | None = None
+    critic: Remote | None = None
+
+    def reports(self) -> list[EngineReport]:
+        """Of all that must compute under one specification."""
+        return [
+            self.learner.report(),
+            *(sampler.report() for sampler in self.samplers),
+            self.weight_sync.report(),
+        ]
+
+    def memory(self) -> dict[str, float]:
+        """Peak resident memory of every process, the driver's too, in MiB, by the names of `rl.metrics`."""
+        named = {
+            "learner": self.learner,
+            "weight_sync": self.weight_sync,
+            "reference": self.reference,
+            "critic": self.critic,
+        }
+        memory = {
+            f"memory/{name}": engine.memory_mib() for name, engine in named.items() if engine is not None
+        }
+        samplers = max(wait([sampler.later.memory_mib() for sampler in self.samplers]))
+        return memory | {"memory/driver": peak_memory_mib(), "memory/sampler": samplers}
+
+    def checkpoint(self, folder: Path) -> None:
+        """Write what is trained into `folder`."""
+        self.learner.checkpoint(folder / _LEARNER)
+        if self.critic is not None:
+            self.critic.checkpoint(folder / _CRITIC)
+
+    def restore(self, folder: Path) -> None:
+        """The inverse of `checkpoint`."""
+        self.learner.restore(folder / _LEARNER)
+        if self.critic is not None:
+            self.critic.restore(folder / _CRITIC)
+
+
+def start_engines(plan: Plan, folder: RunFolder, view: RunView) -> Engines:
+    """All engines that the configuration asks for, after a warm start where it asks for one."""
+    config = plan.config
+    model = _warm_model(plan, folder, view)
+    view.message("starting vLLM (sampler) and Megatron-core (learner)")
+    learner = _start_learner(plan, model, plan.learner_map, folder)
+    sampler_log = folder.path / "sampler.log"
+    sampler = start_actor(
+        SamplerActor, "sampler", config.sampler.threads, sampler_log, model, plan.sampler_map, config.sampler
+    )
+    wait([learner.later.ready(), sampler.later.ready()])
+    sync_log = folder.path / "weight_sync.log"
+    weight_sync = start_actor(
+        WeightSyncActor, "weight_sync", 1, sync_log, learner, [sampler], plan.sampler_map
+    )
+    reference = critic = None
+    if config.algorithm.needs_reference:
+        reference = _start_learner(plan, model, plan.learner_map, folder, "reference")
+    if config.algorithm.objective.critic is not None:
+        critic = _start_critic(plan, model, folder)
+    wait([engine.later.ready() for engine in (reference, critic) if engine is not None])
+    return Engines(learner, (sampler,), weight_sync, reference, critic)
+
+
+def _start_learner(
+    plan: Plan, model: Path, precision_map: PrecisionMap, folder: RunFolder, name: str = "learner"
+) -> Remote:
+    config, log_file = plan.config, folder.path / f"{name}.log"
+    arguments = (model, precision_map, config.learner, config.run.seed)
+    return start_actor(LearnerActor, name, config.learner.threads, log_file, *arguments)
+
+
+def _start_critic(plan: Plan, model: Path, folder: RunFolder) -> Remote:
+    config, log_file = plan.config, folder.path / "critic.log"
+    arguments = (
+        model,
+        plan.learner_map,
+        config.learner,
+        config.algorithm.objective.critic,
+        config.run.seed,
+    )
+    return start_actor(CriticActor, "critic", config.learner.threads, log_file, *arguments)
+
+
+def _warm_model(plan: Plan, folder: RunFolder, view: RunView) -> Path:
+    """The folder to start from: the initial policy, or what a supervised start made of it (cached by content).
+
+    The supervised start runs under `bf16`, as models are pretrained before they are trained in 4 bits.
+    """
+    config, settings = plan.config, plan.config.model.warm_start
+    if not settings.steps:
+        return plan.model
+
+    def progress(step: int, loss: float) -> None:
+        view.stage(f"warm start {step}/{settings.steps}")
+        if step % 100 == 0 or step == settings.steps:
+            view.message(f"warm start: step {step}/{settings.steps}, loss {loss:.3f}")
+
+    precision_map = PrecisionMap.resolve(len(plan.learner_map.layers), named_spec("bf16"))
+
+    def make(out: Path) -> None:
+        learner = _start_learner(plan, plan.model, precision_map, folder)
+        warm_start(learner, plan.task.demonstrations, settings, progress)
+        learner.save_hf(out)
+        stop_actor(learner)
+
+    learner = config.learner
+    key = {
+        "base": folder_digest(plan.model),
+        "data": plan.task.source.describe(),
+        "settings": vars(settings),
+        "seed": config.run.seed,
+        "precision_map": precision_map.fingerprint,
+        "learner": [learner.dtype, learner.betas, learner.eps, learner.weight_decay, learner.grad_clip],
+    }
+    return cached_folder(Path(config.run.cache_dir), "warm", key, make)
