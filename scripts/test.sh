@@ -10,4 +10,5 @@ ruff check .
 ruff format --check .
 lint-imports
 mypy
-exec python -m pytest "$@"
+# A process for each of at most four cores; the tests of a file stay together, since they share engines.
+exec env OMP_NUM_THREADS=1 python -m pytest --numprocesses=auto --maxprocesses=4 --dist=loadfile "$@"
