@@ -109,13 +109,13 @@ class CriticConfig:
     """
 
     value_clip: float | None = 0.2  # a value moves no further from its old one in one update; None: no bound
-    lr: float | None = None  # None: the policy's
+    lr_factor: float = 10.0  # the learning rate, as a multiple of the policy's
     warmup_iterations: int = 0  # first iterations of a run, in which the critic alone learns
 
     def __post_init__(self) -> None:
         check = checker(self)
-        for name in ("value_clip", "lr"):
-            check(name, lambda v: v is None or 0 < v < math.inf, "must be None or positive and finite")
+        check("value_clip", lambda v: v is None or 0 < v < math.inf, "must be None or positive and finite")
+        check("lr_factor", lambda v: 0 < v < math.inf, "must be positive and finite")
         check("warmup_iterations", lambda v: v >= 0, "must not be negative")
 
 

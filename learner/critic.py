@@ -24,8 +24,8 @@ class Critic(Trainable):
     """V(state) of the state in which a token is chosen: what reward is still to come.
 
     It begins as the policy in `model_dir`, its output layer replaced by a linear head of zeros: every value is 0
-    before the first update. Its experts run under the precision map, as the policy's do. `config` with the learning
-    rate of `critic` is that of its optimiser. See `Trainable` for what it raises.
+    before the first update. Its experts run under the precision map, as the policy's do. `config`, its learning
+    rate times `critic.lr_factor`, is that of its optimiser. See `Trainable` for what it raises.
 
     A model of its own, rather than a head on the policy's, costs the memory of one but leaves the policy's gradient
     alone: no coefficient weighs the two losses, and nothing the critic learns changes what is sent to samplers.
@@ -42,7 +42,7 @@ class Critic(Trainable):
         critic: CriticConfig,
         seed: int,
     ) -> None:
-        super().__init__(model_dir, precision_map, replace(config, lr=critic.lr or config.lr), seed)
+        super().__init__(model_dir, precision_map, replace(config, lr=critic.lr_factor * config.lr), seed)
         self.critic = critic
 
     def values(self, tokens: torch.Tensor, lengths: torch.Tensor, loss_mask: torch.Tensor) -> torch.Tensor:

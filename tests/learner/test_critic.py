@@ -12,7 +12,7 @@ from learner.critic import Critic
 from learner.policy import Policy
 from tests.learner.conftest import MakeFolder, Sequences, config, precision_map
 
-UNCLIPPED = CriticConfig(value_clip=None)
+UNCLIPPED = CriticConfig(value_clip=None, lr_factor=1.0)
 
 
 def make_critic(
@@ -104,7 +104,7 @@ def test_it_learns_the_returns(model_folder: MakeFolder, sequences: Sequences, s
 def test_the_update_follows_the_gradient_of_its_loss(model_folder: MakeFolder, sequences: Sequences) -> None:
     """Central differences along the gradient, the weights moved by hand; the bound bites on some tokens."""
     critic = make_critic(
-        model_folder("mixtral"), critic=CriticConfig(value_clip=0.1, lr=1e-12), grad_clip=0.0
+        model_folder("mixtral"), critic=CriticConfig(value_clip=0.1, lr_factor=1e-9), grad_clip=0.0
     )
     batch = make_batch(critic, sequences)
     generator = torch.Generator().manual_seed(3)
@@ -144,9 +144,9 @@ def test_loss_and_step_do_not_depend_on_micro_batches(model_folder: MakeFolder, 
 
 
 def test_it_has_a_learning_rate_of_its_own(model_folder: MakeFolder, sequences: Sequences) -> None:
-    for lr, expected in ((None, 1e-3), (5e-2, 5e-2)):
-        critic = make_critic(model_folder("mixtral"), critic=CriticConfig(lr=lr))
-        assert critic.update(make_batch(critic, sequences))["lr"] == expected
+    for factor, expected in ((10.0, 1e-2), (0.5, 5e-4)):
+        critic = make_critic(model_folder("mixtral"), critic=CriticConfig(lr_factor=factor))
+        assert critic.update(make_batch(critic, sequences))["lr"] == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -85,7 +85,7 @@ def steps_of(folder: Path, case: str, batch: TrainBatch, ranks: int) -> dict[str
 
 
 def critic_steps_of(folder: Path, batch: TrainBatch, ranks: int) -> dict[str, Any]:
-    critic = Critic(folder, precision_map("fp32"), settings(ranks), CriticConfig(lr=1e-2), seed=0)
+    critic = Critic(folder, precision_map("fp32"), settings(ranks), CriticConfig(), seed=0)
     metrics = [critic.update(batch) for _ in range(STEPS)]
     return {"metrics": metrics[-1], "gradient": {}, "weights": weights(critic)}
 
