@@ -31,7 +31,7 @@ class LearnerConfig:
     weight_decay: float = 0.0  # decoupled, never on norms
     grad_clip: float = 1.0  # largest global L2 norm of the gradient; 0 means no clipping
     warmup_steps: int = 0  # steps over which the learning rate rises linearly to `lr`
-    micro_batch_tokens: int = 8192  # padded tokens in one micro-batch
+    micro_batch_tokens: int = 8192  # in one micro-batch, padding counted, which attention alone sees
     logits_bytes: int = 256 * 1024 * 1024  # bound on one chunk of FP32 logits
     data_parallel: int = 1  # processes that share out each mini-batch; see `learner.data_parallel`
     tensor_parallel: int = 1

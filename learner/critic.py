@@ -13,6 +13,7 @@ from kernels.precision_map import PrecisionMap
 from learner.batch import Totals, TrainBatch, cut
 from learner.config import CriticConfig, LearnerConfig
 from learner.model import ValueModel
+from learner.packing import Packing
 from learner.runtime import deterministic
 from learner.trainable import Trainable
 from learner.value_loss import value_loss
@@ -57,10 +58,8 @@ class Critic(Trainable):
         with torch.no_grad(), deterministic(), self._guarded():
             for rows in cut(lengths, self.config.micro_batch_tokens):
                 width = int(lengths[rows].max())
-                found = self._values(
-                    tokens[rows, :width].to(self.device), loss_mask[rows, :width].to(self.device)
-                )
-                values[rows, :width] = found.cpu()
+                parts = (tokens[rows, :width], lengths[rows], loss_mask[rows, :width])
+                values[rows, :width] = self._values(*(part.to(self.device) for part in parts)).cpu()
         return values
 
     def update(self, batch: TrainBatch) -> dict[str, float]:
@@ -75,17 +74,18 @@ class Critic(Trainable):
 
         def loss(part: TrainBatch, totals: Totals) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
             assert part.old_values is not None and part.returns is not None
-            values = self._values(part.tokens, part.loss_mask)
+            values = self._values(part.tokens, part.lengths, part.loss_mask)
             return value_loss(
                 values, part.old_values, part.returns, part.loss_mask, totals.tokens, self.critic
             )
 
         return self._step(batch, loss)
 
-    def _values(self, tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    def _values(self, tokens: torch.Tensor, lengths: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         """float32 [B, S], zero outside the mask."""
         head = self.model.value_head
-        values = F.linear(self._hidden_before(tokens, mask).float(), head.weight, head.bias).squeeze(1)
+        hidden = self._hidden_before(tokens, Packing.of(lengths), mask).float()
+        values = F.linear(hidden, head.weight, head.bias).squeeze(1)
         bad = int((~torch.isfinite(values)).sum())
         if bad:
             raise FloatingPointError(f"{bad} of {len(values)} values of the critic are not finite")

@@ -23,6 +23,7 @@ from learner.megatron_api import (
 )
 from learner.modules import CausalAttention, RMSNorm, Rotary, Router
 from learner.moe import Experts, SpecifiedMoELayer
+from learner.packing import Packing
 from learner.replay import RouteReplay, replayed
 
 
@@ -48,12 +49,19 @@ class Trunk(GPTModel):
             use_cpu_initialization=True,
         )
 
-    def hidden_states(self, tokens: torch.Tensor, routes: torch.Tensor | None = None) -> torch.Tensor:
-        """int64 [B, S] -> [S, B, H] after the final norm. routes: the experts to take, see `learner.replay`."""
-        rotary = self.rotary_pos_emb(tokens.shape[1]).to(tokens.device)
-        embedded = self.embedding(input_ids=tokens, position_ids=None)
+    def hidden_states(
+        self, tokens: torch.Tensor, packing: Packing, routes: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Packed tokens, int64 [T] -> [T, H] after the final norm.
+
+        routes: integer [T, layers, k], the experts to take (see `learner.replay`).
+        """
+        rotary = self.rotary_pos_emb(packing.longest).to(tokens.device)[packing.positions]
+        embedded = self.embedding(input_ids=tokens[None], position_ids=None)
         with replayed(self.route_replays(), routes):
-            return self.decoder(hidden_states=embedded, attention_mask=None, rotary_pos_emb=rotary)
+            # Megatron hands the mask on to the core attention as it is.
+            hidden = self.decoder(hidden_states=embedded, attention_mask=packing, rotary_pos_emb=rotary)
+        return hidden.squeeze(1)
 
     def experts(self) -> list[Experts]:
         """The experts of each layer."""

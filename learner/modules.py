@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from learner.megatron_api import MegatronModule, RotaryEmbedding, TopKRouter, TransformerConfig
+from learner.packing import Packing
 from learner.replay import RouteReplay
 
 
@@ -31,7 +32,7 @@ class RMSNorm(nn.Module):
 class CausalAttention(MegatronModule):
     """Megatron's core attention by torch's scaled dot product: causal, grouped queries, no dropout.
 
-    Batches are padded on the right, so causality alone keeps padding out of every real position.
+    Sequences are padded on the right, so causality alone keeps padding out of every real position.
     """
 
     def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **_: Any) -> None:
@@ -39,13 +40,20 @@ class CausalAttention(MegatronModule):
         self.scale = softmax_scale
 
     def forward(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: Packing,
+        **_: Any,
     ) -> torch.Tensor:
-        """query [S, B, heads, D], key and value [S, B, groups, D] -> [S, B, heads * D]."""
-        q, k, v = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
+        """query [T, 1, heads, D], key and value [T, 1, groups, D] -> [T, 1, heads * D]; attention_mask: which of the
+        packed tokens are one sequence.
+        """
+        q, k, v = (attention_mask.unpack(tensor.squeeze(1)).transpose(1, 2) for tensor in (query, key, value))
         grouped = q.shape[1] != k.shape[1]
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=grouped)
-        return mixed.permute(2, 0, 1, 3).flatten(2)
+        return attention_mask.pack(mixed.transpose(1, 2)).flatten(1).unsqueeze(1)
 
 
 class Router(TopKRouter):

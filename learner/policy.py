@@ -20,6 +20,7 @@ from learner.logprobs import TokenScores, token_scores
 from learner.mapping import is_expert
 from learner.model import PolicyModel
 from learner.objective import negative_log_likelihood, policy_loss
+from learner.packing import Packing
 from learner.replay import check_routes, own_routes
 from learner.runtime import deterministic
 from learner.trainable import Trainable, check_precision_map
@@ -78,13 +79,16 @@ class Policy(Trainable):
         with torch.no_grad(), deterministic(), self._guarded():
             for rows in cut(lengths, self.config.micro_batch_tokens):
                 width = int(lengths[rows].max())
-                parts = (tokens[rows, :width].to(self.device), loss_mask[rows, :width].to(self.device))
+                packing = Packing.of(lengths[rows].to(self.device))
+                parts = (
+                    tokens[rows, :width].to(self.device),
+                    packing,
+                    loss_mask[rows, :width].to(self.device),
+                )
                 replay = None if routes is None else routes[rows, :width].to(self.device)
                 scored = self._token_scores(*parts, temperature, top_p, routes=replay)
                 if own is not None:
-                    chosen = own_routes(self.model.route_replays(), len(rows)).cpu()
-                    padding = torch.arange(width) >= lengths[rows, None]
-                    own[rows, :width] = chosen.masked_fill(padding[..., None, None], NO_ROUTE)
+                    own[rows, :width] = packing.unpack(own_routes(self.model.route_replays()), NO_ROUTE).cpu()
                 for whole, part in zip((logp, entropy, outside), scored, strict=True):
                     whole[rows, :width] = part.cpu()
         return Scores(logp, entropy, outside, own)
@@ -104,7 +108,13 @@ class Policy(Trainable):
 
         def loss(part: TrainBatch, totals: Totals) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
             scored = self._token_scores(
-                part.tokens, part.loss_mask, temperature, top_p, entropy_gradient, part.routes
+                part.tokens,
+                Packing.of(part.lengths),
+                part.loss_mask,
+                temperature,
+                top_p,
+                entropy_gradient,
+                part.routes,
             )
             loss, sums = policy_loss(part, scored.logp, scored.entropy, totals, objective)
             return loss, sums | {"entropy": scored.entropy.sum()}
@@ -125,7 +135,8 @@ class Policy(Trainable):
         batch = TrainBatch(tokens, lengths, loss_mask, unused, unused, unused[:, 0])
 
         def loss(part: TrainBatch, totals: Totals) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-            logp = self._token_scores(part.tokens, part.loss_mask, temperature=1.0, top_p=1.0).logp
+            packing = Packing.of(part.lengths)
+            logp = self._token_scores(part.tokens, packing, part.loss_mask, temperature=1.0, top_p=1.0).logp
             return negative_log_likelihood(logp, part.loss_mask, totals.tokens), {}
 
         return self._step(batch, loss, lr)["loss"]
@@ -168,6 +179,7 @@ class Policy(Trainable):
     def _token_scores(
         self,
         tokens: torch.Tensor,
+        packing: Packing,
         mask: torch.Tensor,
         temperature: float,
         top_p: float,
@@ -176,7 +188,7 @@ class Policy(Trainable):
     ) -> TokenScores:
         """Scores [B, S], zero outside the mask. Logits exist at masked-in tokens only."""
         scored = token_scores(
-            self._hidden_before(tokens, mask, routes),
+            self._hidden_before(tokens, packing, mask, routes),
             self.model.output_weight,
             tokens[mask],
             temperature=temperature,

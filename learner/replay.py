@@ -47,10 +47,9 @@ class RouteReplay:
 
 @contextmanager
 def replayed(replays: Sequence[RouteReplay], routes: torch.Tensor | None) -> Iterator[None]:
-    """Inside, the routers of layers 0, 1, ... follow `routes`, integer [B, S, layers, k], on tokens in the order
-    [S, B]."""
+    """Inside, the routers of layers 0, 1, ... follow `routes`, integer [T, layers, k]."""
     if routes is not None:
-        for replay, chosen in zip(replays, routes.long().permute(2, 1, 0, 3).flatten(1, 2), strict=True):
+        for replay, chosen in zip(replays, routes.long().unbind(1), strict=True):
             replay.routes = chosen
     try:
         yield
@@ -59,10 +58,9 @@ def replayed(replays: Sequence[RouteReplay], routes: torch.Tensor | None) -> Ite
             replay.routes = None
 
 
-def own_routes(replays: Sequence[RouteReplay], rows: int) -> torch.Tensor:
-    """int16 [B, S, layers, k]: what the routers themselves chose in the last forward pass over B = `rows` sequences."""
-    own = torch.stack([replay.own for replay in replays if replay.own is not None]).to(torch.int16)
-    return own.unflatten(1, (-1, rows)).permute(2, 1, 0, 3)
+def own_routes(replays: Sequence[RouteReplay]) -> torch.Tensor:
+    """int16 [T, layers, k]: what the routers themselves chose in the last forward pass."""
+    return torch.stack([replay.own for replay in replays if replay.own is not None], 1).to(torch.int16)
 
 
 def check_routes(routes: torch.Tensor, experts: int, shape: Sequence[int]) -> None:

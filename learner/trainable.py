@@ -24,6 +24,7 @@ from learner.folders import read_config, read_state
 from learner.mapping import rules
 from learner.model import Trunk
 from learner.optimizer import Optimizer
+from learner.packing import Packing
 from learner.runtime import deterministic, start
 
 # (micro-batch, counts of the whole mini-batch) -> the micro-batch's share of the loss, and sums over its tokens
@@ -134,14 +135,14 @@ class Trainable:
             check_guards(experts.guard for experts in self.model.experts())
 
     def _hidden_before(
-        self, tokens: torch.Tensor, mask: torch.Tensor, routes: torch.Tensor | None = None
+        self, tokens: torch.Tensor, packing: Packing, mask: torch.Tensor, routes: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """[T, H]: for each token of mask bool [B, S], row after row, the state in which it was chosen.
+        """[N, H]: for each of N tokens of mask bool [B, S], row after row, the state in which it was chosen.
 
-        routes: int16 [B, S, layers, k], the experts to take (see `learner.replay`).
+        tokens: int64 [B, S]; routes: int16 [B, S, layers, k], the experts to take (see `learner.replay`).
         """
-        rows, positions = mask.nonzero(as_tuple=True)
-        return self.model.hidden_states(tokens, routes)[positions - 1, rows]
+        packed_routes = None if routes is None else packing.pack(routes)
+        return self.model.hidden_states(packing.pack(tokens), packing, packed_routes)[packing.before(mask)]
 
     def _check_sequences(self, tokens: torch.Tensor, lengths: torch.Tensor, mask: torch.Tensor) -> None:
         check_sequences(tokens, lengths, mask)

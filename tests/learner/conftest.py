@@ -13,6 +13,8 @@ from kernels.catalogue import named_spec
 from kernels.precision_map import PrecisionMap
 from learner.config import LearnerConfig
 from learner.initialize import initialize
+from learner.packing import Packing
+from learner.trainable import Trainable
 
 LAYERS, VOCAB = 2, 61
 _COMMON = {
@@ -83,6 +85,15 @@ def sequences() -> Sequences:
 
 def precision_map(name: str) -> PrecisionMap:
     return PrecisionMap.resolve(LAYERS, named_spec(name))
+
+
+def hidden_states(
+    trainable: Trainable, tokens: torch.Tensor, routes: torch.Tensor | None = None
+) -> torch.Tensor:
+    """[B, S, H] of tokens [B, S] without padding; routes: [B, S, layers, k]."""
+    packing = Packing.of(torch.full((len(tokens),), tokens.shape[1]))
+    packed = None if routes is None else packing.pack(routes)
+    return packing.unpack(trainable.model.hidden_states(packing.pack(tokens), packing, packed))
 
 
 def config(**changes: Any) -> LearnerConfig:

@@ -10,7 +10,7 @@ from learner.batch import TrainBatch
 from learner.config import CriticConfig
 from learner.critic import Critic
 from learner.policy import Policy
-from tests.learner.conftest import MakeFolder, Sequences, config, precision_map
+from tests.learner.conftest import MakeFolder, Sequences, config, hidden_states, precision_map
 
 UNCLIPPED = CriticConfig(value_clip=None, lr_factor=1.0)
 
@@ -52,7 +52,7 @@ def test_it_begins_as_the_policy_with_values_of_zero(
     policy = Policy(folder, precision_map("fp32"), config(), seed=0)
     tokens, _, mask = sequences
     assert torch.equal(critic.values(*sequences), torch.zeros(mask.shape))
-    assert torch.equal(critic.model.hidden_states(tokens), policy.model.hidden_states(tokens))
+    assert torch.equal(hidden_states(critic, tokens), hidden_states(policy, tokens))
     head = {"value_head.weight", "value_head.bias"}
     assert weights(critic).keys() - head == {
         name for name, _ in policy.model.named_parameters() if name != "output_layer.weight"
@@ -83,7 +83,7 @@ def test_values_agree_with_float64_and_do_not_depend_on_micro_batches(
     trained(critic, sequences)
     tokens, _, mask = sequences
     head = critic.model.value_head
-    hidden = critic.model.hidden_states(tokens).double().transpose(0, 1)[:, :-1]
+    hidden = hidden_states(critic, tokens).double()[:, :-1]
     expected = (hidden @ head.weight.double().T + head.bias.double()).squeeze(2)
     torch.testing.assert_close(
         critic.values(*sequences)[:, 1:].double(), expected.where(mask[:, 1:], 0.0), rtol=0, atol=1e-5

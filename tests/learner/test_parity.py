@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from learner import convert
 from learner.folders import read_state
 from learner.policy import Policy
-from tests.learner.conftest import MakeFolder, Sequences, config, precision_map
+from tests.learner.conftest import MakeFolder, Sequences, config, hidden_states, precision_map
 
 
 def transformers_model(folder: Path, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
@@ -20,7 +20,7 @@ def transformers_model(folder: Path, dtype: torch.dtype = torch.float32) -> torc
 
 
 def logits(policy: Policy, tokens: torch.Tensor) -> torch.Tensor:
-    return (policy.model.hidden_states(tokens).float() @ policy.model.output_weight.float().T).transpose(0, 1)
+    return hidden_states(policy, tokens).float() @ policy.model.output_weight.float().T
 
 
 def relative(found: torch.Tensor, expected: torch.Tensor) -> float:

@@ -17,7 +17,7 @@ from learner.batch import TrainBatch
 from learner.config import CorrectionConfig, CriticConfig, KLConfig, ObjectiveConfig
 from learner.folders import read_state
 from learner.policy import Policy
-from tests.learner.conftest import LAYERS, VOCAB, MakeFolder, Sequences, config, precision_map
+from tests.learner.conftest import LAYERS, VOCAB, MakeFolder, Sequences, config, hidden_states, precision_map
 
 OBJECTIVE = ObjectiveConfig()
 # Every term, and statistics of whole sequences.
@@ -70,8 +70,8 @@ def test_scores_agree_with_float64(model_folder: MakeFolder, sequences: Sequence
     tokens, _, mask = sequences
     scores = policy.score(*sequences, temperature=0.7)
     assert not scores.outside_nucleus.any()
-    logits = policy.model.hidden_states(tokens).double() @ policy.model.output_weight.double().T
-    before = torch.distributions.Categorical(logits=logits.transpose(0, 1)[:, :-1] / 0.7)
+    logits = hidden_states(policy, tokens).double() @ policy.model.output_weight.double().T
+    before = torch.distributions.Categorical(logits=logits[:, :-1] / 0.7)
     rows, positions = mask.nonzero(as_tuple=True)
     expected_logp = before.log_prob(tokens[:, 1:])[rows, positions - 1]
     expected_entropy = before.entropy()[rows, positions - 1]
@@ -85,11 +85,11 @@ def test_scores_under_top_p_are_those_of_the_nucleus(model_folder: MakeFolder, s
     policy = make_policy(model_folder("qwen3_moe"))
     tokens, _, mask = sequences
     scores = policy.score(*sequences, temperature=0.7, top_p=0.6)
-    logits = policy.model.hidden_states(tokens).double() @ policy.model.output_weight.double().T / 0.7
+    logits = hidden_states(policy, tokens).double() @ policy.model.output_weight.double().T / 0.7
     rows, positions = mask.nonzero(as_tuple=True)
     outside = 0
     for row, t in zip(rows.tolist(), positions.tolist(), strict=True):
-        p, token = logits[t - 1, row].softmax(-1), int(tokens[row, t])
+        p, token = logits[row, t - 1].softmax(-1), int(tokens[row, t])
         ranked = p.argsort(descending=True)
         own = ranked[: int((p[ranked].cumsum(0) < 0.6).sum()) + 1].tolist()
         assert scores.outside_nucleus[row, t].item() == (token not in own)

@@ -18,7 +18,8 @@ from learner.batch import TrainBatch
 from learner.config import ObjectiveConfig
 from learner.policy import Policy
 from learner.replay import RouteReplay, check_routes
-from tests.learner.conftest import LAYERS, MODELS, MakeFolder, Sequences, config, precision_map
+from tests.learner.conftest import LAYERS, MODELS, MakeFolder, Sequences, config, hidden_states, precision_map
+from tests.learner.experts_taken import experts_taken
 from tests.learner.test_parity import logits, relative, transformers_model
 from tests.learner.test_policy import gradients, make_batch
 
@@ -42,37 +43,20 @@ def random_routes(sequences: Sequences, experts: int = EXPERTS, seed: int = 3) -
     return routes
 
 
-def experts_taken(policy: Policy, call: Callable[[], Any], shape: torch.Size) -> torch.Tensor:
-    """int64 [B, S, layers, k]: what the expert layers were given, in ascending order; one micro-batch, whose rows are
-    in descending order of length."""
-    seen: list[torch.Tensor] = []
-    hooks = [
-        experts.register_forward_pre_hook(lambda _, arguments: seen.append(arguments[1].clone()))
-        for experts in policy.model.experts()
-    ]
-    call()
-    for hook in hooks:
-        hook.remove()
-    assert len(seen) == LAYERS
-    rows, width = shape
-    return torch.stack([ids.view(width, rows, -1) for ids in seen], 2).transpose(0, 1).sort(-1).values
-
-
 def test_the_experts_are_those_replayed(model_folder: MakeFolder, sequences: Sequences) -> None:
     """In a scoring pass and in an update, whose weights have changed; where there is no route, the router's own."""
     tokens, lengths, _ = sequences
     policy = make_policy(model_folder, "minite")
     routes = random_routes(sequences)
-    order = lengths.sort(descending=True, stable=True).indices
-    given = routes[order].long().sort(-1).values
+    given = routes.long().sort(-1).values
 
-    taken = experts_taken(policy, lambda: policy.score(*sequences, 1.0, routes=routes), tokens.shape)
+    taken = experts_taken(policy, lambda: policy.score(*sequences, 1.0, routes=routes), lengths)
     known = (given != NO_ROUTE).all(-1)
     assert torch.equal(taken[known], given[known])
 
     scores = policy.score(*sequences, 1.0, routes=routes, return_routes=True)
-    own = scores.routes[order].long().sort(-1).values
-    valid = (torch.arange(tokens.shape[1]) < lengths[order, None])[..., None] & ~known
+    own = scores.routes.long().sort(-1).values
+    valid = (torch.arange(tokens.shape[1]) < lengths[:, None])[..., None] & ~known
     assert valid.sum() > len(tokens) and torch.equal(taken[valid], own[valid])
     assert (own[known] != given[known]).any(-1).float().mean() > 0.5  # what is planted shows
     assert (scores.logp - policy.score(*sequences, 1.0).logp).abs().max() > 0.1
@@ -80,7 +64,7 @@ def test_the_experts_are_those_replayed(model_folder: MakeFolder, sequences: Seq
 
     batch = replace(make_batch(policy, sequences), routes=routes)
     for _ in range(2):
-        taken = experts_taken(policy, lambda: policy.update(batch, ObjectiveConfig(), 1.0), tokens.shape)
+        taken = experts_taken(policy, lambda: policy.update(batch, ObjectiveConfig(), 1.0), lengths)
         assert torch.equal(taken[known], given[known])
 
 
@@ -99,17 +83,16 @@ def test_in_a_later_update_the_choices_of_the_scoring_pass_hold(
     model_folder: MakeFolder, sequences: Sequences
 ) -> None:
     """R2: steps so large that the routers change their minds."""
-    tokens, lengths, _ = sequences
+    lengths = sequences[1]
     policy = make_policy(model_folder, lr=0.05)
     scores = policy.score(*sequences, 1.0, return_routes=True)
     batch = replace(make_batch(policy, sequences), routes=scores.routes)
     policy.update(batch, ObjectiveConfig(), 1.0)
     changed = policy.score(*sequences, 1.0, return_routes=True).routes
     assert not torch.equal(changed.sort(-1).values, scores.routes.sort(-1).values)
-    order = lengths.sort(descending=True, stable=True).indices
-    taken = experts_taken(policy, lambda: policy.update(batch, ObjectiveConfig(), 1.0), tokens.shape)
-    known = (scores.routes[order] != NO_ROUTE).all(-1)
-    assert torch.equal(taken[known], scores.routes[order].long().sort(-1).values[known])
+    taken = experts_taken(policy, lambda: policy.update(batch, ObjectiveConfig(), 1.0), lengths)
+    known = (scores.routes != NO_ROUTE).all(-1)
+    assert torch.equal(taken[known], scores.routes.long().sort(-1).values[known])
 
 
 @pytest.mark.parametrize(
@@ -130,9 +113,7 @@ def test_logits_and_gradients_are_those_of_transformers_with_these_experts(
         )
     tokens = sequences[0]
     expected = theirs(input_ids=tokens).logits
-    found = (
-        policy.model.hidden_states(tokens, routes).float() @ policy.model.output_weight.float().T
-    ).transpose(0, 1)
+    found = hidden_states(policy, tokens, routes).float() @ policy.model.output_weight.float().T
     assert (found - expected).abs().max() < 1e-4
     assert (logits(policy, tokens) - expected).abs().max() > 0.1
 

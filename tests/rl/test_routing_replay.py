@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from learner.policy import Policy
 from rl.gap import route_mismatch
 from rl.rollout import Sequences, to_sequences
 from rl.rollout_store import load_rollouts
+from tests.learner.experts_taken import experts_taken
 from tests.rl import routed_rollouts
 from tests.rl.routed_rollouts import LAYERS, VOCAB
 
@@ -62,23 +62,6 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Engines:
     return Policy(place / "model", fp32, LearnerConfig(lr=1e-3), seed=0), to_sequences(batch.groups)
 
 
-def experts_taken(policy: Policy, call: Callable[[], Any], sequences: Sequences) -> torch.Tensor:
-    """int64 [B, S, layers, k] in ascending order, of one micro-batch, which is sorted by length."""
-    seen: list[torch.Tensor] = []
-    hooks = [
-        experts.register_forward_pre_hook(lambda _, arguments: seen.append(arguments[1].clone()))
-        for experts in policy.model.experts()
-    ]
-    call()
-    for hook in hooks:
-        hook.remove()
-    assert len(seen) == LAYERS
-    order = sequences.lengths.sort(descending=True, stable=True).indices
-    width = int(sequences.lengths.max())
-    taken = torch.stack([ids.view(width, len(order), TOP_K) for ids in seen], 2).transpose(0, 1)
-    return taken[order.argsort()].sort(-1).values
-
-
 def arguments(sequences: Sequences) -> tuple[torch.Tensor, ...]:
     return sequences.tokens, sequences.lengths, sequences.loss_mask
 
@@ -92,17 +75,17 @@ def test_with_r3_the_learner_takes_exactly_the_experts_of_the_sampler(engines: E
     assert torch.equal(known, (positions < sequences.lengths[:, None] - 1)[..., None].expand_as(known))
     given = routes.long().sort(-1).values
 
-    own = experts_taken(policy, lambda: policy.score(*arguments(sequences), 1.0), sequences)
+    own = experts_taken(policy, lambda: policy.score(*arguments(sequences), 1.0), sequences.lengths)
     assert (own[known] != given[known]).any(-1).float().mean() > 0.01  # the engines differ, and it shows
     score = lambda: policy.score(*arguments(sequences), 1.0, routes=routes)  # noqa: E731
-    assert torch.equal(experts_taken(policy, score, sequences)[known], given[known])
+    assert torch.equal(experts_taken(policy, score, sequences.lengths)[known], given[known])
 
     logp = policy.score(*arguments(sequences), 1.0).logp
     batch = TrainBatch(
         *arguments(sequences), sequences.sampler_logp, logp, torch.randn(len(logp)), routes=routes
     )
     update = lambda: policy.update(batch, ObjectiveConfig(), 1.0)  # noqa: E731
-    assert torch.equal(experts_taken(policy, update, sequences)[known], given[known])
+    assert torch.equal(experts_taken(policy, update, sequences.lengths)[known], given[known])
 
 
 def test_the_mismatch_is_measured_and_a_planted_one_found(engines: Engines) -> None:

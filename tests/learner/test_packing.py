@@ -1,0 +1,73 @@
+"""Sequences packed one after another are what they are alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from learner.packing import Packing
+from learner.policy import Policy
+from tests.learner.conftest import MakeFolder, Sequences, config, precision_map
+from tests.learner.test_parity import relative
+
+LENGTHS = st.lists(st.integers(1, 9), min_size=1, max_size=8)
+
+
+@given(LENGTHS)
+def test_padding_is_left_out_and_put_back(lengths: list[int]) -> None:
+    packing = Packing.of(torch.tensor(lengths))
+    rows = [[100 * row + place for place in range(length)] for row, length in enumerate(lengths)]
+    padded = torch.full((len(lengths), max(lengths) + 2), -1)
+    for row, values in enumerate(rows):
+        padded[row, : len(values)] = torch.tensor(values)
+    packed = packing.pack(padded)
+    assert packed.tolist() == sum(rows, [])
+    assert torch.equal(packing.unpack(packed, -1), padded[:, : max(lengths)])
+
+
+@given(LENGTHS, st.data())
+def test_the_token_before_is_the_one_before_in_its_own_sequence(
+    lengths: list[int], data: st.DataObject
+) -> None:
+    mask = torch.zeros(len(lengths), max(lengths), dtype=torch.bool)
+    for row, length in enumerate(lengths):
+        for place in data.draw(st.sets(st.integers(1, length - 1))) if length > 1 else ():
+            mask[row, place] = True
+    packing = Packing.of(torch.tensor(lengths))
+    numbers = torch.arange(mask.numel()).view(mask.shape)
+    assert torch.equal(packing.pack(numbers)[packing.before(mask)], numbers[mask] - 1)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+def test_states_and_gradients_do_not_depend_on_what_is_packed_together(
+    model_folder: MakeFolder, sequences: Sequences, family: str
+) -> None:
+    tokens, lengths, _ = sequences
+    policy = Policy(model_folder(family), precision_map("fp32"), config(), seed=0)
+    direction = torch.randn(
+        *tokens.shape, policy.architecture.hidden, generator=torch.Generator().manual_seed(0)
+    )
+
+    def computed(packs: list[list[int]]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        states = torch.zeros_like(direction)
+        policy.model.zero_grad()
+        for rows in packs:
+            packing = Packing.of(lengths[rows])
+            hidden = policy.model.hidden_states(packing.pack(tokens[rows]), packing)
+            (hidden.float() * packing.pack(direction[rows])).sum().backward()
+            states[rows, : packing.longest] = packing.unpack(hidden.detach().float())
+        gradients = {
+            name: p.grad.clone() for name, p in policy.model.named_parameters() if p.grad is not None
+        }
+        return states, gradients
+
+    rows = list(range(len(tokens)))
+    alone, gradients = computed([[row] for row in rows])
+    assert alone[0, 0].norm() > 0.1
+    for packs in ([rows], [rows[::-1]], [rows[1::2], rows[::2]], [rows[:1], rows[1:]]):
+        states, found = computed(packs)
+        torch.testing.assert_close(states, alone, rtol=1e-5, atol=1e-5)
+        for name, gradient in gradients.items():
+            assert relative(found[name], gradient) < 1e-5, name
