@@ -104,10 +104,9 @@ class Job:
         )
 
     def record(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write the metrics of a step to metrics.jsonl, W&B and the terminal."""
-        everything = {**metrics, **self.engines.memory()}
-        self.logger.log(step, everything)
-        self.view.step(step, everything)
+        """Write metrics of a step, which may come in parts, to metrics.jsonl, W&B and the terminal."""
+        self.logger.log(step, metrics)
+        self.view.step(step, metrics)
 
     def save(self, step: int, state: dict[str, Any], ahead: RolloutBatch | None = None) -> None:
         """Write a checkpoint: engines, the driver's state (data cursor: state["position"]), and rollouts."""

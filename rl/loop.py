@@ -53,7 +53,7 @@ def run_iterations(job: Job, pipeline: Pipeline, progress: Progress) -> None:
     run, evaluation = job.config.run, job.config.evaluation
     job.engines.weight_sync.sync(progress.version)
     if progress.iteration == 0:
-        job.record(0, evaluate(job) | job.answer_benchmarks())
+        job.record(0, evaluate(job) | job.answer_benchmarks() | job.engines.memory())
     while progress.iteration < run.iterations:
         stages = Stages(job.view.stage)
         try:
@@ -68,7 +68,8 @@ def run_iterations(job: Job, pipeline: Pipeline, progress: Progress) -> None:
         if last or progress.iteration % (evaluation.benchmarks_every or evaluation.every) == 0:
             with stages("evaluate"):
                 metrics |= job.answer_benchmarks()
-        job.record(progress.iteration, metrics | stages.metrics(metrics["tokens/generated"]))
+        metrics |= stages.metrics(metrics["tokens/generated"]) | job.engines.memory()
+        job.record(progress.iteration, metrics)
         if last or progress.iteration % run.checkpoint_every == 0:
             job.save(progress.iteration, asdict(progress), pipeline.ahead)
 
@@ -80,7 +81,7 @@ def end_early(job: Job, progress: Progress, shortage: TooFewGroups) -> None:
     if not isinstance(shortage, AllSolved):
         raise shortage
     job.view.message(f"every problem drawn is solved: the run ends after iteration {progress.iteration}")
-    if progress.iteration % job.config.evaluation.every:
+    if not job.logger.has(progress.iteration, "held_out/reward"):
         job.record(progress.iteration, evaluate(job))
 
 

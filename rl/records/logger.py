@@ -55,6 +55,11 @@ class RunLogger:
             raise
         self._wandb = None if wandb == "off" else _start_wandb(folder, wandb, project, wandb_patience_s)
 
+    def has(self, step: int, name: str) -> bool:
+        """Whether `name` is recorded at `step`, which is the last one recorded."""
+        last, names = self._recorded
+        return step == last and name in names
+
     def log(self, step: int, metrics: Mapping[str, object]) -> None:
         """Record `metrics` at `step`; a step may be recorded in parts.
 

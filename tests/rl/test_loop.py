@@ -6,22 +6,31 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 
 from kernels.routing import NO_ROUTE
 from learner.batch import TrainBatch
 from learner.config import CriticConfig, KLConfig, ObjectiveConfig
-from rl.config import AdvantageConfig, AlgorithmConfig, ShapingConfig
+from rl.checkpoint import CheckpointStore
+from rl.config import AdvantageConfig, AlgorithmConfig, EvaluationConfig, ShapingConfig
 from rl.groups import TooFewGroups
-from rl.loop import Progress, collect, iterate
+from rl.job import Job
+from rl.loop import Progress, collect, iterate, run_iterations
 from rl.metrics import METRICS
 from rl.pipeline import Serial, StaleRollouts
+from rl.records.history import read_history
+from rl.records.logger import RunLogger
+from rl.records.view import RunView
 from rl.rollout import Group, Sequences
+from rl.run_folder import RunFolder
 from sampler.config import SamplingConfig
 from tests.rl.rollouts import PROMPT, group, rollout
 
@@ -82,6 +91,7 @@ class FakeJob:
             reference=FakeLearner(-0.3) if algorithm.needs_reference else None,
             critic=FakeCritic() if algorithm.objective.critic is not None else None,
             weight_sync=SimpleNamespace(sync=lambda version: {}),
+            memory=lambda: {"memory/driver": 1.0},
         )
 
     def generate(self, prompts: list[int], samples: int, purpose: str, sampling: SamplingConfig) -> list[int]:
@@ -207,6 +217,32 @@ def test_the_critic_alone_learns_in_its_warm_up_iterations():
         )
         assert metrics["tokens/trained"] == 12
     assert learned == [(1, 0, False), (2, 0, False), (3, 1, True)]
+
+
+@pytest.mark.parametrize("every", [1, 10])
+def test_a_run_with_nothing_left_to_learn_ends_with_an_evaluation_and_may_be_resumed(
+    every: int, tmp_path: Path
+):
+    job = job_of([MIXED, MIXED] + [SOLVED] * 6)
+    folder = RunFolder.create(tmp_path, "solved", "")
+    job.config.run = SimpleNamespace(iterations=5, checkpoint_every=5)
+    job.config.evaluation = EvaluationConfig(every=every)
+    job.view = RunView("solved", 5, Console(quiet=True))
+    job.checkpoints = CheckpointStore(folder.checkpoints, 1)
+    job.answer_benchmarks = lambda: {}
+    job.record = partial(Job.record, job)
+    job.save = lambda step, state, ahead=None: job.checkpoints.save(step, lambda folder: None, state)
+    progress = Progress()
+    with RunLogger(folder) as job.logger, patch("rl.loop.evaluate", lambda job: {"held_out/reward": 1.0}):
+        run_iterations(job, Serial(partial(collect, job)), progress)
+    [checkpoint] = job.checkpoints.steps()
+    assert checkpoint == 1
+    for _ in range(2):
+        history = read_history(folder.metrics)
+        assert max(history) == 1 and history[1]["held_out/reward"] == 1.0 and "memory/driver" in history[1]
+        state = job.checkpoints.latest_complete().state
+        with RunLogger(folder, resumed_at=1) as job.logger, patch("rl.loop.evaluate", pytest.fail):
+            run_iterations(job, Serial(partial(collect, job)), Progress(**state))
 
 
 @pytest.mark.parametrize(("replay", "asked"), [("off", False), ("off", True), ("r2", True), ("r3", False)])
