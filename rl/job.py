@@ -167,8 +167,7 @@ def open_job(plan: Plan) -> Iterator[Job]:
         )
         reports = engines.reports()
         record_engines(folder, reports)
-        fingerprints = check_specifications(reports, config.spec.allow_difference)
-        _say(view, f"execution specification {config.spec.name}: {fingerprints}")
+        _say(view, *check_specifications(reports, config.spec.allow_difference))
         yield job
         reports = engines.reports()
         if any(checkpoints.steps()):  # more than step 0: there was something to learn

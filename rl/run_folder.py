@@ -5,9 +5,12 @@
     run.json               where, from what and how it was run (`rl.records.provenance`)
     metrics.jsonl          one JSON object a line (`rl.records.history`)
     run.log                log of the driver
+    learner.log, sampler.log, weight_sync.log      what these processes print (`rl.actors`)
+    reference.log, critic.log                      the same, where the objective has them
+    rewards.log            what verifiers print, where they run in processes (`rl.rewards.pool`)
     checkpoints/           step_000012/, ... (`rl.checkpoint`)
     report.html            (`rl.records.report`)
-    wandb/                 W&B's files, unless it is off
+    wandb/                 W&B's files and mirror.log, unless it is off
 <output>/<name>/latest     symbolic link to the newest of them
 """
 
