@@ -25,6 +25,7 @@ from itertools import count
 from pathlib import Path
 
 from rl.checkpoint import Checkpoint, CheckpointStore
+from rl.disk import room_for
 from rl.errors import UserError
 
 
@@ -123,7 +124,15 @@ class RunFolder:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Replace `path` by a file holding `text`; a reader, or a kill, finds the old file or the new one."""
+    """Replace `path` by a file holding `text`; a reader, or a kill, finds the old file or the new one.
+
+    Raises DiskFull.
+    """
+    with room_for(path):
+        _write_atomically(path, text)
+
+
+def _write_atomically(path: Path, text: str) -> None:
     handle, scratch = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
