@@ -17,7 +17,9 @@ from rl.records.history import read_history
 from rl.run_folder import RunFolder
 from rl.train import main
 
-TIMED_OUT = "The current node timed out during startup. This could happen because some of the raylet failed to\nstartup."
+TIMED_OUT = (
+    "The current node timed out during startup. This could happen because the raylet failed\nto startup."
+)
 
 
 @pytest.fixture(scope="module")
