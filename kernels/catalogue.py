@@ -65,7 +65,6 @@ _LAYER: Values = {
     "combine_sum": "fp32",
     "output": "bf16",
     "backward": "bf16_straight_through",
-    "weight_sync": "learner_quantizes",
 }
 _NO_OUTER = {**_LAYER, "epilogue": "none"}
 _FP32 = {

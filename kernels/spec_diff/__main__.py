@@ -31,7 +31,7 @@ from kernels.spec_diff.heatmap import draw, pairwise_l2
 from kernels.spec_diff.sensitivity import Move, OperandMove, measure, run_layer
 from kernels.spec_diff.tables import align, percent
 
-_BACKWARD_ONLY = ("gradient", "backward", "weight_sync")
+_BACKWARD_ONLY = ("gradient", "backward")
 _HEADER = (
     "field",
     "operand",
