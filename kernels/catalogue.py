@@ -6,10 +6,29 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from kernels.catalogue_quantizers import (
+    COMPRESSED_TENSORS,
+    FLASHINFER_EXACT,
+    FLASHINFER_FAST,
+    FOUR_OVER_SIX,
+    FP8,
+    MODELOPT,
+    MSLK,
+    MXFP4,
+    MXFP6_E2M3,
+    MXFP6_E3M2,
+    MXFP8,
+    NVFP4,
+    TE,
+    TE_FAST_MATH,
+    TORCHAO,
+    VLLM_CUDA,
+    VLLM_EMULATION,
+    Values,
+)
 from kernels.fields import PlainValue
 from kernels.spec import QUANTIZERS, ExecutionSpec
 
-Values = Mapping[str, PlainValue]
 _NO_OVERRIDES: Mapping[str, object] = MappingProxyType({})
 
 
@@ -29,150 +48,6 @@ class Entry:
     source: Source
 
 
-# Quantisers: E2M1 elements, a block scale for 16 of them in E4M3, FP32 outer scales, unless they say otherwise.
-
-_NVFP4: Values = {
-    "element": "e2m1",
-    "block": "1x16",
-    "block_scale_format": "e4m3",
-    "block_scale_max": 448,
-    "outer_scale": "g=A/M,S=1/g",
-    "outer_stored": "g",
-    "zero_group": "A<2^-100:g=1",
-    "block_scale": "a/(E*g)",
-    "block_scale_floor": "none",
-    "zero_block": "computed",
-    "quotient": "x/(s*g)",
-    "underflow_codes": "s=0:codes=0",
-    "selector": "E",
-    "rounding": "nearest_even",
-    "non_finite": "refuse",
-    "negative_zero": "keep",
-    "transform": "none",
-    "code_layout": "even_low",
-    "scale_layout": "linear",
-}
-_TE = {
-    **_NVFP4,
-    "outer_scale": "S=M/A,g=1/S",
-    "outer_stored": "A",
-    "zero_group": "A=0:S=1",
-    "block_scale": "a*(S*(1/E))",
-    "quotient": "x*(1/(s*(1/S)))",
-    "underflow_codes": "computed",
-    "non_finite": "saturate",
-    "scale_layout": "swizzled_128x4",
-}
-# The product is an FMA that adds +0 (`fma.rn.f32.bf16`).
-_TE_FAST_MATH = {**_TE, "quotient": "x*bf16(S/s)", "negative_zero": "positive"}
-_FLASHINFER_EXACT = {**_TE, "outer_stored": "g", "zero_group": "A=0:S=max"}
-_FLASHINFER_FAST = {
-    **_FLASHINFER_EXACT,
-    "outer_scale": "g=A*(1/M),S=rcp~(g)",
-    "zero_group": "g=0:S=0",
-    "block_scale": "(a*rcp~(E))*S",
-    "quotient": "x*rcp~(s*rcp~(S))",
-    "underflow_codes": "a=0:factor=0",
-}
-_VLLM_CUDA = {
-    **_FLASHINFER_FAST,
-    "outer_scale": "S=(1/A)*M,g=1/S",
-    "zero_group": "A>=1e-8",
-    "underflow_codes": "s=0:factor=0",
-}
-_VLLM_EMULATION = {
-    **_VLLM_CUDA,
-    "block_scale": "(a*(1/E))*S",
-    "quotient": "x*(S/s)",
-    "negative_zero": "positive",
-    "scale_layout": "linear",
-}
-# Libraries in PyTorch, on a CPU. On a GPU, PyTorch multiplies a tensor with the reciprocal of a number by which it
-# is to be divided: a*(1/E) for a/E, A*(1/M) for A/M.
-_TORCHAO = {
-    **_NVFP4,
-    "zero_group": "computed",
-    "block_scale": "(a/E)/g",
-    "block_scale_floor": "2^-6",
-    "quotient": "x*((1/g)/s)",
-    "underflow_codes": "computed",
-    "non_finite": "propagate",
-}
-_MSLK = {
-    **_NVFP4,
-    "zero_group": "A>=1e-8",
-    "block_scale": "(a/E)*S",
-    "block_scale_floor": "2^-9",
-    "quotient": "x*(S/s)",
-    "underflow_codes": "computed",
-    "non_finite": "saturate",
-    "scale_layout": "swizzled_128x4",
-}
-_MODELOPT = {
-    **_NVFP4,
-    "zero_group": "computed",
-    "block_scale_floor": "2^-9",
-    "zero_block": "a=0:s=1",
-    "underflow_codes": "computed",
-    "non_finite": "propagate",
-    "negative_zero": "positive",
-}
-_COMPRESSED_TENSORS = {
-    **_NVFP4,
-    "outer_scale": "S=(1/A)*M,g=1/S",
-    "outer_stored": "S",
-    "zero_group": "S=inf:S=1",
-    "block_scale": "(a/E)*S",
-    "zero_block": "s=0:s=1/8",
-    "quotient": "x/(s/S)",
-    "underflow_codes": "computed",
-    "non_finite": "propagate",
-    "negative_zero": "positive",
-}
-_FOUR_OVER_SIX = {
-    **_TE,
-    "block_scale_max": 256,
-    "block_scale": "(a/E)*S",
-    "underflow_codes": "s=0:codes=0",
-    "selector": "4over6_mse",
-    "non_finite": "propagate",
-    "negative_zero": "positive",
-    "scale_layout": "linear",
-}
-
-# Quantisers of other formats.
-
-_MXFP4 = {
-    **_NVFP4,
-    "block": "1x32",
-    "block_scale_format": "e8m0",
-    "block_scale_max": 0,
-    "outer_domain": "none",
-    "outer_scale": "none",
-    "outer_stored": "none",
-    "zero_group": "none",
-    "block_scale": "2^(floor(log2(a))-floor(log2(E)))",
-    "quotient": "x/s",
-    "underflow_codes": "computed",
-}
-_MXFP8 = {**_MXFP4, "element": "e4m3", "block_scale": "2^ceil(log2(a/E))", "code_layout": "byte"}
-_MXFP6_E2M3 = {**_MXFP4, "element": "e2m3", "code_layout": "byte"}
-_MXFP6_E3M2 = {**_MXFP4, "element": "e3m2", "code_layout": "byte"}
-_FP8 = {
-    **_NVFP4,
-    "element": "e4m3",
-    "block": "none",
-    "block_scale_format": "none",
-    "block_scale_max": 0,
-    "zero_group": "A=0:g=1",
-    "block_scale": "none",
-    "zero_block": "none",
-    "quotient": "x/g",
-    "underflow_codes": "none",
-    "code_layout": "byte",
-    "scale_layout": "none",
-}
-
 # Layers.
 
 _LAYER: Values = {
@@ -190,7 +65,6 @@ _LAYER: Values = {
     "combine_sum": "fp32",
     "output": "bf16",
     "backward": "bf16_straight_through",
-    "weight_sync": "learner_quantizes",
 }
 _NO_OUTER = {**_LAYER, "epilogue": "none"}
 _FP32 = {
@@ -245,10 +119,10 @@ def _nvfp4(
 
 
 _AMAX_ALPHA = {**_MEGATRON, "epilogue": "acc*((Ax*Aw)*(1/(Mx*Mw)))"}
-_TE_GRADIENT = {**_over(_TE, "tensor"), "rounding": "stochastic", "transform": "hadamard_16"}
+_TE_GRADIENT = {**_over(TE, "tensor"), "rounding": "stochastic", "transform": "hadamard_16"}
 _TE_RECIPE = {**_AMAX_ALPHA, "backward": "quantized"}
 _MXFP8_BACKWARD = {**_LAYER, "backward": "quantized"}
-_MINITE = _nvfp4(_NVFP4, _LAYER, "token", "row")
+_MINITE = _nvfp4(NVFP4, _LAYER, "token", "row")
 
 _TE_LIBRARY = ("Transformer Engine", "2.20.2")
 _TE_CODE = "transformer_engine/common/cast/nvfp4/core_nvfp4.cuh"
@@ -263,30 +137,30 @@ CATALOGUE: Mapping[str, Entry] = MappingProxyType(
     {
         "minite": Entry(_MINITE, Source("miniTE", "0.1")),
         "minite_expert": Entry(
-            _nvfp4(_NVFP4, _LAYER, "token", "expert"),
+            _nvfp4(NVFP4, _LAYER, "token", "expert"),
             Source("miniTE", "0.1", "weight outer scales that stock samplers can take"),
         ),
         "minite_mxfp8_backward": Entry(
-            _spec(_MXFP8_BACKWARD, _over(_NVFP4, "token"), _over(_NVFP4, "row"), _MXFP8),
+            _spec(_MXFP8_BACKWARD, _over(NVFP4, "token"), _over(NVFP4, "row"), MXFP8),
             Source("miniTE", "0.1", "minite with the gradient's products in MXFP8"),
         ),
         "te_per_tensor": Entry(
-            _nvfp4(_TE, _TE_RECIPE, "tensor", "expert", _TE_GRADIENT),
+            _nvfp4(TE, _TE_RECIPE, "tensor", "expert", _TE_GRADIENT),
             Source(*_TE_LIBRARY, "NVTE_NVFP4_DISABLE_2D_QUANTIZATION=1", _TE_CODE),
         ),
         "te_per_tensor_2d": Entry(
-            _spec(_TE_RECIPE, _over(_TE, "tensor"), _over(_TE, "expert", block="16x16"), _TE_GRADIENT),
+            _spec(_TE_RECIPE, _over(TE, "tensor"), _over(TE, "expert", block="16x16"), _TE_GRADIENT),
             Source(*_TE_LIBRARY, "NVFP4BlockScaling, but dgrad takes the weight in 1x16 blocks", _TE_CODE),
         ),
         "te_exact": Entry(
-            _nvfp4(_TE, _AMAX_ALPHA, "tensor", "expert"), Source(*_TE_LIBRARY, _HIGH_PRECISION, _TE_CODE)
+            _nvfp4(TE, _AMAX_ALPHA, "tensor", "expert"), Source(*_TE_LIBRARY, _HIGH_PRECISION, _TE_CODE)
         ),
         "te_per_token": Entry(
-            _nvfp4(_TE, {**_MEGATRON, "epilogue": "(acc*(1/(Mx*Mw)))*(Ax*Aw)"}, "token", "expert"),
+            _nvfp4(TE, {**_MEGATRON, "epilogue": "(acc*(1/(Mx*Mw)))*(Ax*Aw)"}, "token", "expert"),
             Source(*_TE_LIBRARY, f"{_HIGH_PRECISION} NVTE_NVFP4_ROW_SCALED_ACTIVATION=1", _TE_CODE),
         ),
         "te_fast_math": Entry(
-            _nvfp4(_TE_FAST_MATH, _AMAX_ALPHA, "tensor", "expert"),
+            _nvfp4(TE_FAST_MATH, _AMAX_ALPHA, "tensor", "expert"),
             Source(
                 *_TE_LIBRARY,
                 f"{_HIGH_PRECISION} NVTE_USE_FAST_MATH=1",
@@ -294,7 +168,7 @@ CATALOGUE: Mapping[str, Entry] = MappingProxyType(
             ),
         ),
         "flashinfer_exact": Entry(
-            _nvfp4(_FLASHINFER_EXACT, _FLASHINFER_DETERMINISTIC, "token", "expert"),
+            _nvfp4(FLASHINFER_EXACT, _FLASHINFER_DETERMINISTIC, "token", "expert"),
             Source(
                 "FlashInfer",
                 "0.7.4",
@@ -303,17 +177,17 @@ CATALOGUE: Mapping[str, Entry] = MappingProxyType(
             ),
         ),
         "flashinfer_fast_0_7_2": Entry(
-            _nvfp4(_FLASHINFER_FAST, _FLASHINFER_LAYER, "token", "expert"),
+            _nvfp4(FLASHINFER_FAST, _FLASHINFER_LAYER, "token", "expert"),
             Source("FlashInfer", "up to 0.7.2.post1", "", _FLASHINFER_CODE),
         ),
         "flashinfer_fast_0_7_4": Entry(
             _nvfp4(
-                {**_FLASHINFER_FAST, "underflow_codes": "s=0:factor=0"}, _FLASHINFER_LAYER, "token", "expert"
+                {**FLASHINFER_FAST, "underflow_codes": "s=0:factor=0"}, _FLASHINFER_LAYER, "token", "expert"
             ),
             Source("FlashInfer", "from 0.7.4", "", _FLASHINFER_CODE),
         ),
         "vllm_cuda": Entry(
-            _nvfp4(_VLLM_CUDA, _VLLM_LAYER, "tensor", "expert"),
+            _nvfp4(VLLM_CUDA, _VLLM_LAYER, "tensor", "expert"),
             Source(
                 "vLLM",
                 "0.33.0",
@@ -322,7 +196,7 @@ CATALOGUE: Mapping[str, Entry] = MappingProxyType(
             ),
         ),
         "vllm_emulation": Entry(
-            _nvfp4(_VLLM_EMULATION, _VLLM_LAYER, "tensor", "expert"),
+            _nvfp4(VLLM_EMULATION, _VLLM_LAYER, "tensor", "expert"),
             Source(
                 "vLLM",
                 "0.32.0",
@@ -331,17 +205,17 @@ CATALOGUE: Mapping[str, Entry] = MappingProxyType(
             ),
         ),
         "torchao": Entry(
-            _nvfp4(_TORCHAO, _LAYER, "tensor", "expert"),
+            _nvfp4(TORCHAO, _LAYER, "tensor", "expert"),
             Source(
                 "torchao", "0.18.0", "NVFP4Tensor, on a CPU", "torchao/prototype/mx_formats/nvfp4_tensor.py"
             ),
         ),
         "mslk": Entry(
-            _nvfp4(_MSLK, {**_LAYER, "epilogue": "(acc*gx)*gw"}, "token", "expert"),
+            _nvfp4(MSLK, {**_LAYER, "epilogue": "(acc*gx)*gw"}, "token", "expert"),
             Source("MSLK", "2a3c897 (2026-08-21)", "precise math", "mslk/quantize/triton/fp4_quantize.py"),
         ),
         "modelopt": Entry(
-            _nvfp4(_MODELOPT, _LAYER, "tensor", "expert"),
+            _nvfp4(MODELOPT, _LAYER, "tensor", "expert"),
             Source(
                 "TensorRT Model Optimizer",
                 "0.47.0",
@@ -350,7 +224,7 @@ CATALOGUE: Mapping[str, Entry] = MappingProxyType(
             ),
         ),
         "compressed_tensors": Entry(
-            _nvfp4(_COMPRESSED_TENSORS, _LAYER, "tensor", "expert"),
+            _nvfp4(COMPRESSED_TENSORS, _LAYER, "tensor", "expert"),
             Source(
                 "compressed-tensors",
                 "0.17.0",
@@ -359,19 +233,19 @@ CATALOGUE: Mapping[str, Entry] = MappingProxyType(
             ),
         ),
         "four_over_six": Entry(
-            _nvfp4(_FOUR_OVER_SIX, _LAYER, "tensor", "expert"),
+            _nvfp4(FOUR_OVER_SIX, _LAYER, "tensor", "expert"),
             Source("fouroversix", "1.0.5", "mse", "fouroversix/quantize/pytorch/reference.py"),
         ),
         "four_over_six_mae": Entry(
-            _nvfp4({**_FOUR_OVER_SIX, "selector": "4over6_mae"}, _LAYER, "tensor", "expert"),
+            _nvfp4({**FOUR_OVER_SIX, "selector": "4over6_mae"}, _LAYER, "tensor", "expert"),
             Source("fouroversix", "1.0.5", "mae", "fouroversix/quantize/pytorch/reference.py"),
         ),
-        "mxfp4": Entry(_spec(_NO_OUTER, _MXFP4, _MXFP4), Source(_OCP, "floor")),
-        "mxfp8": Entry(_spec(_NO_OUTER, _MXFP8, _MXFP8), Source(_OCP, "scales rounded up")),
-        "mxfp6_e2m3": Entry(_spec(_NO_OUTER, _MXFP6_E2M3, _MXFP6_E2M3), Source(_OCP, "floor")),
-        "mxfp6_e3m2": Entry(_spec(_NO_OUTER, _MXFP6_E3M2, _MXFP6_E3M2), Source(_OCP, "floor")),
+        "mxfp4": Entry(_spec(_NO_OUTER, MXFP4, MXFP4), Source(_OCP, "floor")),
+        "mxfp8": Entry(_spec(_NO_OUTER, MXFP8, MXFP8), Source(_OCP, "scales rounded up")),
+        "mxfp6_e2m3": Entry(_spec(_NO_OUTER, MXFP6_E2M3, MXFP6_E2M3), Source(_OCP, "floor")),
+        "mxfp6_e3m2": Entry(_spec(_NO_OUTER, MXFP6_E3M2, MXFP6_E3M2), Source(_OCP, "floor")),
         "fp8_per_token": Entry(
-            _spec(_LAYER, _over(_FP8, "token"), _over(_FP8, "row")), Source("miniTE", "0.1", "E4M3, A/448")
+            _spec(_LAYER, _over(FP8, "token"), _over(FP8, "row")), Source("miniTE", "0.1", "E4M3, A/448")
         ),
         "bf16": Entry(_spec(_NO_OUTER), Source("miniTE", "0.1")),
         "fp32": Entry(

@@ -52,6 +52,22 @@ class PrecisionMap:
         joined = "\n".join(spec.fingerprint for spec in self.layers)
         return hashlib.sha256(joined.encode()).hexdigest()[:16]
 
+    def spans(self) -> list[tuple[ExecutionSpec, str]]:
+        """Runs of layers under one spec, each with its numbers: "3", or "4 to 27"."""
+        spans = []
+        for spec, run in groupby(range(len(self.layers)), key=self.layers.__getitem__):
+            numbers = list(run)
+            spans.append((spec, f"{numbers[0]} to {numbers[-1]}" if len(numbers) > 1 else str(numbers[0])))
+        return spans
+
+    def describe(self) -> str:
+        """One line: each spec and its layers, and the map, each with the fingerprint of its own."""
+        specs = ", ".join(
+            f"{spec.name} {spec.fingerprint} in layer{'s' if ' ' in layers else ''} {layers}"
+            for spec, layers in self.spans()
+        )
+        return f"{specs}; precision map {self.fingerprint}"
+
     def to_dict(self) -> dict[str, list[dict[str, str | int | bool]]]:
         """Plain values; `from_dict` is the inverse."""
         return {"layers": [spec.to_dict() for spec in self.layers]}

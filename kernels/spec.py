@@ -87,10 +87,6 @@ class Backward(StrEnum):
     FP32 = "fp32"
 
 
-class WeightSync(StrEnum):
-    LEARNER_QUANTIZES = "learner_quantizes"  # packed codes and scales travel, and are used as they are
-
-
 @dataclass(frozen=True, kw_only=True)
 class ExecutionSpec:
     """How an expert layer is computed, one field per degree of freedom.
@@ -120,7 +116,6 @@ class ExecutionSpec:
     combine_sum: FloatType = degree("type of that sum, rounded at every addition")
     output: FloatType = degree("type of the layer's output, cast once from the sum")
     backward: Backward = degree("operands and precision of the gradient")
-    weight_sync: WeightSync = degree("who quantises the weights that the sampler uses")
 
     def __post_init__(self) -> None:
         for key, kind in _LAYER_TYPES.items():
@@ -192,7 +187,7 @@ class ExecutionSpec:
 
 
 QUANTIZERS = ("activation", "weight", "gradient")
-_SCHEMA = "minite-execution-spec/2"
+_SCHEMA = "minite-execution-spec/3"
 _LAYER_TYPES: dict[str, type] = {
     "operand": FloatType,
     "accumulation": Accumulation,
@@ -208,7 +203,6 @@ _LAYER_TYPES: dict[str, type] = {
     "combine_sum": FloatType,
     "output": FloatType,
     "backward": Backward,
-    "weight_sync": WeightSync,
 }
 
 

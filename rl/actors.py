@@ -31,7 +31,7 @@ class Actor:
     def __init__(self) -> None:
         log = os.environ.get(LOG_VARIABLE)
         if log:
-            descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
             sys.stdout.flush()
             sys.stderr.flush()
             os.dup2(descriptor, 1)

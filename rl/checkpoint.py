@@ -24,6 +24,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rl.disk import room_for
+
 log = logging.getLogger(__name__)
 
 _STATE, _MANIFEST, _MARKER = "state.json", "manifest.json", "COMPLETE"
@@ -67,11 +69,17 @@ class CheckpointStore:
         of the run that was abandoned when it was resumed from an earlier step.
 
         Raises ValueError for a negative step, a state that JSON does not give back, or a writer that leaves
-        symbolic links or files with the names above; and whatever `write` raises. Then nothing has changed.
+        symbolic links or files with the names above; DiskFull; and whatever `write` raises. Then nothing has changed.
         """
         if step < 0:
             raise ValueError(f"checkpoint step={step}: must not be negative")
         text = _state_text(state)
+        with room_for(self.folder / f"step_{step:06d}"):
+            path = self._write(step, write, text)
+        self._prune(step)
+        return path
+
+    def _write(self, step: int, write: Callable[[Path], None], state: str) -> Path:
         self.folder.mkdir(parents=True, exist_ok=True)
         for leftover in self.folder.glob(f"{_SCRATCH}*"):  # of a writer that was killed
             shutil.rmtree(leftover, ignore_errors=True)
@@ -79,13 +87,11 @@ class CheckpointStore:
         try:
             scratch.chmod(0o755)
             write(scratch)
-            _seal(scratch, step, text)
-            path = self._put_in_place(scratch, step)
+            _seal(scratch, step, state)
+            return self._put_in_place(scratch, step)
         except BaseException:
             shutil.rmtree(scratch, ignore_errors=True)
             raise
-        self._prune(step)
-        return path
 
     def latest_complete(self) -> Checkpoint | None:
         """The complete checkpoint of the highest step, every checksum verified; None when there is none.

@@ -10,7 +10,10 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
+
+from rl.errors import ClusterError
 
 LOG_VARIABLE = "MINITE_ACTOR_LOG"  # where an actor's output goes
 
@@ -33,23 +36,39 @@ _ENGINE_ENVIRONMENT = {
 
 @contextmanager
 def local_cluster(object_store_mib: int) -> Iterator[None]:
-    """Start a private Ray on 127.0.0.1 and shut it down, with every actor, on the way out."""
+    """Start a private Ray on 127.0.0.1 and shut it down, with every actor, on the way out.
+
+    Raises ClusterError when it does not start.
+    """
     os.environ.update(_RAY_ENVIRONMENT)
     import ray
 
-    ray.init(
-        address="local",
-        num_cpus=1,  # also the idle workers that Ray starts ahead; actors ask for none
-        include_dashboard=False,
-        _node_ip_address="127.0.0.1",
-        object_store_memory=object_store_mib * 2**20,
-        log_to_driver=False,
-        logging_level=logging.ERROR,
-    )
     try:
+        _start_ray(object_store_mib)
         yield
     finally:
         ray.shutdown()
+
+
+def _start_ray(object_store_mib: int) -> None:
+    import ray
+
+    try:
+        ray.init(
+            address="local",
+            num_cpus=1,  # also the idle workers that Ray starts ahead; actors ask for none
+            include_dashboard=False,
+            _node_ip_address="127.0.0.1",
+            object_store_memory=object_store_mib * 2**20,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+        )
+    except Exception as error:  # Ray has no class for this, and raises several
+        reason = shorten(str(error), 300, placeholder=" ...") or type(error).__name__
+        raise ClusterError(
+            f"Ray did not start: {reason.rstrip('.')}. It gives up after half a minute, which a busy machine can need:"
+            " start again when other work is done"
+        ) from error
 
 
 def start_actor(actor_class: Any, name: str, threads: int, log: Path, *args: Any) -> Remote:

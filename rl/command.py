@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
 from rl.compose import to_yaml
-from rl.errors import UserError
+from rl.errors import DiskFull, UserError
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -35,7 +35,7 @@ def run_command(
     """`run` what `load` makes of the overrides, or print it with --show-config.
 
     Returns the exit status: 0 done, 2 an error that the user can mend (one line on stderr), 130 interrupted
-    (`interrupted` then says how to go on).
+    (`interrupted` says how to go on after that, and after a disk was full).
     """
     try:
         config = load(options.overrides)
@@ -43,6 +43,9 @@ def run_command(
             print(to_yaml(config), end="")
             return 0
         run(config)
+    except DiskFull as error:
+        print(f"error: {error}; make room, then {interrupted}", file=sys.stderr)
+        return 2
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -1,11 +1,12 @@
 """Command-line overrides -> `Config`: Hydra composes the groups, pydantic checks names and types.
 
 Every key of a group exists with its dataclass default before any YAML is read, so the files under ``configs/`` hold
-differences only.
+differences only. The names of `kernels.catalogue` are those of the group `spec`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import MISSING, asdict, fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -19,6 +20,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import TypeAdapter, ValidationError
 
+from kernels.catalogue import CATALOGUE
 from learner.config import LearnerConfig
 from rl.config import (
     AlgorithmConfig,
@@ -34,6 +36,7 @@ from rl.config import (
     SumsData,
 )
 from rl.errors import ConfigError
+from rl.override_errors import explain, known_keys, no_such_key
 from sampler.config import SamplerConfig
 
 if TYPE_CHECKING:
@@ -69,7 +72,7 @@ def load_config(overrides: list[str]) -> Config:
     if not any(item.startswith(("+recipe=", "data=")) for item in overrides):
         raise ConfigError(f"name what to run: +recipe=NAME, one of {', '.join(recipes())}")
     _register_defaults()
-    return check_config(_composed("config", overrides))
+    return check_config(_composed("config", Config, overrides))
 
 
 def compose_defaults(name: str, cls: type[T], overrides: list[str]) -> T:
@@ -78,16 +81,20 @@ def compose_defaults(name: str, cls: type[T], overrides: list[str]) -> T:
     Raises ConfigError as `load_config` does.
     """
     ConfigStore.instance().store(name=name, node=_default_values(cls))
-    return _checked(cls, _composed(name, overrides))
+    return _checked(cls, _composed(name, cls, overrides))
 
 
-def _composed(name: str, overrides: list[str]) -> Any:
+def _composed(name: str, cls: type, overrides: list[str]) -> Any:
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
             return OmegaConf.to_container(compose(name, overrides), resolve=True, throw_on_missing=True)
-    except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError(_first_line(error)) from error
+    except (
+        HydraException,
+        OmegaConfBaseException,
+        ValueError,
+    ) as error:  # a group that is set to a number: ValueError
+        raise ConfigError(explain(error, overrides, known_keys(cls))) from error
 
 
 def check_config(values: Any) -> Config:
@@ -99,7 +106,8 @@ def _checked(cls: type[T], values: Any) -> T:
     try:
         return TypeAdapter(cls).validate_python(values)
     except ValidationError as error:
-        raise ConfigError("; ".join(_describe(detail) for detail in error.errors())) from error
+        known = known_keys(cls)
+        raise ConfigError("; ".join(_describe(detail, known) for detail in error.errors())) from error
 
 
 def to_yaml(config: DataclassInstance) -> str:
@@ -112,9 +120,9 @@ def from_yaml(path: Path, overrides: list[str]) -> Config:
     saved = OmegaConf.create(yaml.safe_load(path.read_text()))
     OmegaConf.set_struct(saved, True)
     try:
-        merged = OmegaConf.merge(saved, OmegaConf.from_dotlist(overrides))
+        merged = OmegaConf.merge(saved, OmegaConf.from_dotlist([item.lstrip("+") for item in overrides]))
     except OmegaConfBaseException as error:
-        raise ConfigError(_first_line(error)) from error
+        raise ConfigError(explain(error, overrides, known_keys(Config))) from error
     return check_config(OmegaConf.to_container(merged, resolve=True))
 
 
@@ -133,6 +141,8 @@ def _register_defaults() -> None:
     store = ConfigStore.instance()
     for (group, name), cls in _DEFAULTS.items():
         store.store(group=group, name=name, node=_default_values(cls))
+    for name in CATALOGUE:
+        store.store(group="spec", name=name, node=_default_values(SpecConfig) | {"name": name})
 
 
 def _default_values(cls: Any) -> dict[str, Any]:
@@ -167,20 +177,17 @@ def _flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _describe(detail: Any) -> str:
-    key = ".".join(str(part) for part in detail["loc"])
+def _describe(detail: Any, known: Mapping[str, Any]) -> str:
+    parts = list(detail["loc"])
+    if parts[:1] == ["data"] and len(parts) > 2:
+        del parts[1]  # data.source, by which pydantic chose the dataclass
+    key = ".".join(str(part) for part in parts)
     match detail["type"]:
         case "unexpected_keyword_argument" | "extra_forbidden":
-            return f"{key}={detail['input']!r}: no such key"
+            return no_such_key(f"{key}={detail['input']!r}", known)
         case "missing" | "missing_argument":
             return f"{key}: a value is needed"
         case "value_error":
             return str(detail["ctx"]["error"])
         case _:
             return f"{key}={detail['input']!r}: {detail['msg'][0].lower()}{detail['msg'][1:]}"
-
-
-def _first_line(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    key = getattr(error, "full_key", None)
-    return (f"{key}: " if key else "") + (lines[0] if lines else type(error).__name__)

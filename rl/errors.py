@@ -15,5 +15,13 @@ class DataError(UserError):
     """Input data or a model folder that is missing, empty or malformed."""
 
 
+class ClusterError(UserError):
+    """Ray did not start on this machine."""
+
+
+class DiskFull(UserError):
+    """There is no room for what a run writes."""
+
+
 class SpecMismatch(UserError):
     """Learner, sampler and weight sync did not resolve the same execution specification."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from rl.config import Config
 from rl.data.prompts import Prompt
 from rl.data.summary import summary
 from rl.engines import Engines, start_engines
+from rl.errors import DiskFull
 from rl.evaluation.during_training import benchmark_metrics
 from rl.evaluation.exams import Exam
 from rl.pipeline import RolloutBatch
@@ -128,14 +129,14 @@ def open_job(plan: Plan) -> Iterator[Job]:
     """Start the engines, in a new run folder or in that of the run that is resumed.
 
     On the way out everything is stopped and the report is written. Raises SpecMismatch before the first rollout
-    when the engines do not compute under one specification.
+    when the engines do not compute under one specification, ClusterError when Ray does not start, and DiskFull.
     """
     config = plan.config
     folder, checkpoint = plan.resumed or (_new_folder(config), None)
     resumed_at = None if plan.resumed is None else checkpoint.step if checkpoint else _BEFORE_THE_FIRST_STEP
     folder.replace_config(to_yaml(config))
     with ExitStack() as stack:
-        stack.callback(_report, folder)
+        stack.push(lambda kind, error, trace: _report(folder, error))
         record = config.logging
         logger = RunLogger(folder, wandb=record.wandb, project=record.project, resumed_at=resumed_at)
         stack.enter_context(logger)
@@ -166,8 +167,7 @@ def open_job(plan: Plan) -> Iterator[Job]:
         )
         reports = engines.reports()
         record_engines(folder, reports)
-        fingerprints = check_specifications(reports, config.spec.allow_difference)
-        _say(view, f"execution specification {config.spec.name}: {fingerprints}")
+        _say(view, *check_specifications(reports, config.spec.allow_difference))
         yield job
         reports = engines.reports()
         if any(checkpoints.steps()):  # more than step 0: there was something to learn
@@ -192,10 +192,16 @@ def _say(view: RunView, *lines: str) -> None:
         log.info("%s", line)
 
 
-def _report(folder: RunFolder) -> None:
+def _report(folder: RunFolder, ended_by: BaseException | None) -> None:
     """Write the report; if that fails, say so, without hiding what ended the run."""
+    if isinstance(ended_by, DiskFull):
+        return  # there is no room for a report either
     try:
         write_report(folder)
+    except DiskFull as full:
+        if ended_by is None:
+            raise
+        log.warning("%s", full)
     except Exception:
         log.exception(
             "the report could not be written (python -m rl.records.report %s tries again)", folder.path
@@ -206,10 +212,21 @@ def _new_folder(config: Config) -> RunFolder:
     return RunFolder.create(Path(config.run.output_dir), config.run.name, to_yaml(config))
 
 
+class _LogFile(logging.FileHandler):
+    """Loses what a full disk does not take, without a word: what a run cannot do without says so itself."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        pass
+
+    def close(self) -> None:
+        with suppress(OSError):
+            super().close()
+
+
 @contextmanager
 def _log_to(folder: RunFolder, view: RunView) -> Iterator[None]:
     """Send log records to run.log, and warnings to the terminal too."""
-    file, terminal = logging.FileHandler(folder.log, encoding="utf-8"), view.log_handler()
+    file, terminal = _LogFile(folder.log, encoding="utf-8"), view.log_handler()
     file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     terminal.setLevel(logging.WARNING)
     logger = logging.getLogger("rl")

@@ -17,6 +17,7 @@ from learner.families.architecture import Architecture
 from learner.families.registry import family_of
 from learner.folders import read_config
 from rl.config import ModelConfig
+from rl.disk import room_for
 from rl.errors import ConfigError, DataError
 
 _FORMAT = 1  # raise it when the same settings give other weights
@@ -69,9 +70,10 @@ def cached_folder(cache: Path, kind: str, key: dict[str, Any], make: Callable[[P
             f"run.cache_dir={cache}: a folder that can be written ({error.strerror})"
         ) from error
     try:
-        make(scratch)
-        (scratch / "cache_key.json").write_text(text)
-        os.rename(scratch, folder)
+        with room_for(folder):
+            make(scratch)
+            (scratch / "cache_key.json").write_text(text)
+            os.rename(scratch, folder)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     return folder

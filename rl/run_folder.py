@@ -5,9 +5,12 @@
     run.json               where, from what and how it was run (`rl.records.provenance`)
     metrics.jsonl          one JSON object a line (`rl.records.history`)
     run.log                log of the driver
+    learner.log, sampler.log, weight_sync.log      what these processes print (`rl.actors`)
+    reference.log, critic.log                      the same, where the objective has them
+    rewards.log            what verifiers print, where they run in processes (`rl.rewards.pool`)
     checkpoints/           step_000012/, ... (`rl.checkpoint`)
     report.html            (`rl.records.report`)
-    wandb/                 W&B's files, unless it is off
+    wandb/                 W&B's files and mirror.log, unless it is off
 <output>/<name>/latest     symbolic link to the newest of them
 """
 
@@ -22,6 +25,7 @@ from itertools import count
 from pathlib import Path
 
 from rl.checkpoint import Checkpoint, CheckpointStore
+from rl.disk import room_for
 from rl.errors import UserError
 
 
@@ -120,7 +124,15 @@ class RunFolder:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Replace `path` by a file holding `text`; a reader, or a kill, finds the old file or the new one."""
+    """Replace `path` by a file holding `text`; a reader, or a kill, finds the old file or the new one.
+
+    Raises DiskFull.
+    """
+    with room_for(path):
+        _write_atomically(path, text)
+
+
+def _write_atomically(path: Path, text: str) -> None:
     handle, scratch = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from kernels.precision_map import PrecisionMap
 from kernels.report import EngineReport
 from rl.errors import SpecMismatch
 
 
-def check_specifications(reports: Sequence[EngineReport], allow_difference: bool) -> str:
-    """Compare what the engines report; returns one line with their fingerprints.
+def check_specifications(reports: Sequence[EngineReport], allow_difference: bool) -> list[str]:
+    """Compare what the engines report; returns one line for each precision map: its specs, and which engines have it.
 
     Raises SpecMismatch, naming the fields that differ with both values, unless `allow_difference`.
     """
@@ -21,7 +22,13 @@ def check_specifications(reports: Sequence[EngineReport], allow_difference: bool
                 f"{first.engine} and {other.engine} do not compute under the same execution specification"
                 f" (spec.allow_difference=true asks for that)\n{difference}"
             )
-    return ", ".join(f"{report.engine} {report.precision_map.fingerprint}" for report in reports)
+    engines: dict[PrecisionMap, list[str]] = {}
+    for report in reports:
+        engines.setdefault(report.precision_map, []).append(report.engine)
+    return [
+        f"execution specification of {', '.join(names)}: {precision_map.describe()}"
+        for precision_map, names in engines.items()
+    ]
 
 
 def check_experts_ran(reports: Sequence[EngineReport]) -> None:

@@ -3,6 +3,7 @@
 python -m kernels.conformance                                        the reference under minite
 python -m kernels.conformance --backend module:attribute --spec all  one's own back end under every spec it claims
 python -m kernels.conformance --quantizer module:attribute --spec torchao
+python -m kernels.conformance --spec 'minite[weight.outer_domain=expert]'    a spec with overrides
 
 Exit status: 0 when nothing fails, 1 when something does, 2 for an argument that makes no sense.
 """
@@ -13,10 +14,12 @@ import argparse
 import json
 from pathlib import Path
 
-from kernels.catalogue import CATALOGUE, named_spec
+from kernels.catalogue import CATALOGUE
+from kernels.command import check_output, end_quietly
 from kernels.conformance.backend import Subject, named_adapter, named_backend
 from kernels.conformance.check import Status
 from kernels.conformance.suite import conformance, format_table
+from kernels.labels import spec_from_label
 from kernels.spec import ExecutionSpec
 
 
@@ -24,13 +27,18 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m kernels.conformance", usage="%(prog)s [options]")
     parser.add_argument("--backend", metavar="NAME", help="reference (default), or module:attribute")
     parser.add_argument("--quantizer", metavar="MODULE:ATTRIBUTE", help="an Adapter, or a function, instead")
-    parser.add_argument("--spec", default="minite", metavar="NAME", help="a name of the catalogue, or all")
+    parser.add_argument(
+        "--spec",
+        default="minite",
+        metavar="SPEC",
+        help="a name, or name[field=value,...], or all of the catalogue",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the outcomes there as well")
     options = parser.parse_args(arguments)
     try:
+        if options.json is not None:
+            check_output(options.json)
         pairs = _subjects(options)
-        if options.json is not None and not options.json.parent.is_dir():
-            raise ValueError(f"--json: there is no folder {options.json.parent}")
     except ValueError as error:
         parser.exit(2, f"{parser.prog}: {error}\n")
 
@@ -44,7 +52,10 @@ def main(arguments: list[str] | None = None) -> int:
             {"subject": subject.name, "spec": spec.name, "fingerprint": spec.fingerprint, "checks": checks}
         )
     if options.json is not None:
-        options.json.write_text(json.dumps(reports, indent=2) + "\n")
+        try:
+            options.json.write_text(json.dumps(reports, indent=2) + "\n")
+        except OSError as error:
+            parser.exit(2, f"{parser.prog}: --json: {error}\n")
     return int(failed)
 
 
@@ -52,8 +63,8 @@ def _subjects(options: argparse.Namespace) -> list[tuple[Subject, ExecutionSpec]
     """What is to be checked. Raises ValueError for names that do not exist and for specs that nothing claims."""
     if options.backend and options.quantizer:
         raise ValueError("give either --backend or --quantizer")
-    names = list(CATALOGUE) if options.spec == "all" else [options.spec]
-    specs = [named_spec(name) for name in names]
+    labels = list(CATALOGUE) if options.spec == "all" else [options.spec]
+    specs = [spec_from_label(label) for label in labels]
     if options.quantizer:
         adapter = named_adapter(options.quantizer)
         pairs = [(Subject.of_adapter(adapter), spec) for spec in specs if spec.activation is not None]
@@ -68,4 +79,4 @@ def _subjects(options: argparse.Namespace) -> list[tuple[Subject, ExecutionSpec]
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(end_quietly(main))

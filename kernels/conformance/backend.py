@@ -148,13 +148,17 @@ def named_adapter(path: str) -> Adapter:
 
 
 def load(path: str) -> Any:
-    """The attribute at `module:attribute`. Raises ValueError naming what does not exist."""
+    """The attribute at `module:attribute`. Raises ValueError naming what does not exist, or why it cannot be had."""
     module, separator, attribute = path.partition(":")
     if not (module and separator and attribute):
         raise ValueError(f"{path!r} must be module:attribute")
     try:
-        return getattr(importlib.import_module(module), attribute)
-    except ImportError as error:
-        raise ValueError(f"cannot import {module!r}: {error}") from error
+        found = importlib.import_module(module)
+    except (Exception, SystemExit) as error:  # a module's own code runs, and can raise anything
+        kind = "" if isinstance(error, ImportError) else f"{type(error).__name__}: "
+        reason = " ".join(f"{kind}{error}".split())
+        raise ValueError(f"cannot import {module!r}: {reason}") from error
+    try:
+        return getattr(found, attribute)
     except AttributeError as error:
         raise ValueError(f"module {module!r} has no attribute {attribute!r}") from error

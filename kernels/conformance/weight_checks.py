@@ -7,7 +7,7 @@ import numpy as np
 from kernels.conformance import inputs, oracle
 from kernels.conformance.check import Bench, NotApplicable, Suite, as_array, expect_equal
 from kernels.conformance.oracle_layer import quantize_matrix
-from kernels.conformance.quantizer_checks import compare, to_tensor
+from kernels.conformance.quantizer_comparison import compare, to_tensor
 from kernels.quantize import QuantizedTensor
 from kernels.quantizer_spec import Block, QuantizerSpec, ScaleDomain
 

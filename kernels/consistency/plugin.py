@@ -11,6 +11,7 @@ import pytest
 
 from kernels.catalogue import named_spec
 from kernels.conformance.backend import Adapter, named_adapter
+from kernels.labels import spec_from_label
 from kernels.quantizer_spec import QuantizerSpec
 from kernels.spec import ExecutionSpec
 
@@ -26,7 +27,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
             help=f"the {side}'s activation quantiser: bfloat16 [R, K] -> kernels.quantize.QuantizedTensor,"
             " or a kernels.conformance.Adapter",
         )
-    group.addoption("--spec", metavar="NAME", help="execution spec to which both must conform as well")
+    group.addoption("--spec", metavar="SPEC", help="execution spec to which both must conform as well")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -56,7 +57,7 @@ def execution_spec(config: pytest.Config) -> ExecutionSpec | None:
     if name is None:
         return None
     try:
-        spec = named_spec(name)
+        spec = spec_from_label(name)
     except ValueError as error:
         raise pytest.UsageError(f"--spec: {error}") from error
     if spec.activation is None:

@@ -21,15 +21,17 @@ from typing import Any
 import torch
 
 from kernels.catalogue import CATALOGUE
+from kernels.command import check_output, end_quietly
+from kernels.labels import spec_from_label
 from kernels.layer_input import ROW_SIGMA, LayerInput, LayerShape, load_layer, synthetic_layer
 from kernels.spec import ExecutionSpec, format_diff, spec_diff
-from kernels.spec_diff.changes import Change, single_changes, spec_from_label
+from kernels.spec_diff.changes import Change, single_changes
 from kernels.spec_diff.field_sizes import SHAPE, format_sizes, measure_sizes
 from kernels.spec_diff.heatmap import draw, pairwise_l2
 from kernels.spec_diff.sensitivity import Move, OperandMove, measure, run_layer
 from kernels.spec_diff.tables import align, percent
 
-_BACKWARD_ONLY = ("gradient", "backward", "weight_sync")
+_BACKWARD_ONLY = ("gradient", "backward")
 _HEADER = (
     "field",
     "operand",
@@ -130,6 +132,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _table(options)
         else:
             _compare(options)
+    except BrokenPipeError:
+        raise
     except (ValueError, OSError) as error:
         print(f"spec_diff: {error}", file=sys.stderr)
         return 2
@@ -148,8 +152,8 @@ def _check_options(options: argparse.Namespace) -> None:
     for name in (name for name, given in unused.items() if given):
         raise ValueError(f"{name} has no use with {mode}")
     for file in (options.json, options.heatmap):
-        if file is not None and (file.is_dir() or not file.resolve().parent.is_dir()):
-            raise ValueError(f"{file} cannot be written: it is a folder, or its folder does not exist")
+        if file is not None:
+            check_output(file)
 
 
 def _compare(options: argparse.Namespace) -> None:
@@ -236,4 +240,4 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(end_quietly(main))

@@ -1,21 +1,13 @@
-"""Specs between two specs: one degree of freedom changed at a time, and specs written as labels."""
+"""Specs between two specs: one degree of freedom changed at a time."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cache, partial
 
-from kernels.catalogue import named_spec
-from kernels.fields import PlainValue
-from kernels.quantizer_spec import QuantizerSpec
-from kernels.spec import QUANTIZERS, ExecutionSpec, FieldDifference, spec_diff
-
-_LAYER_FIELDS = tuple(entry.name for entry in fields(ExecutionSpec) if entry.name != "name")
-_KEYS = _LAYER_FIELDS + tuple(f"{role}.{inner}" for role in QUANTIZERS for inner in QuantizerSpec.types())
-# Values contain commas and equals signs (`S=M/A,g=1/S`), so an override begins only where a field's name does.
-_NEXT_OVERRIDE = re.compile(r",(?=(?:" + "|".join(map(re.escape, _KEYS)) + r")=)")
+from kernels.spec import QUANTIZERS, ExecutionSpec, FieldDifference, meanings, spec_diff
 
 _Attempt = Callable[[frozenset[str]], tuple[ExecutionSpec | None, str]]
 
@@ -27,25 +19,6 @@ class Change:
     difference: FieldDifference
     others: tuple[str, ...]
     spec: ExecutionSpec
-
-
-def spec_from_label(label: str) -> ExecutionSpec:
-    """The spec called `name` or `name[field=value,field=value]`, the form of `ExecutionSpec.name`.
-
-    Raises ValueError for a label of another form and as `named_spec` does.
-    """
-    match = re.fullmatch(r"(\w+)(?:\[(.+)\])?", label)
-    if match is None:
-        raise ValueError(f"{label!r} is not of the form name or name[field=value,...]")
-    name, inside = match.groups()
-    overrides: dict[str, PlainValue] = {}
-    for part in _NEXT_OVERRIDE.split(inside) if inside else ():
-        key, equals, value = part.partition("=")
-        if not equals:
-            raise ValueError(f"{label!r}: {part!r} is not of the form field=value")
-        integer = QuantizerSpec.types().get(key.rpartition(".")[2]) is int and re.fullmatch(r"-?\d+", value)
-        overrides[key] = int(value) if integer else value
-    return named_spec(name, overrides)
 
 
 def single_changes(left: ExecutionSpec, right: ExecutionSpec) -> list[Change]:
@@ -100,7 +73,7 @@ def _attempt(
                 values[role] = replace(getattr(left, role), **{key: getattr(source, key) for key in inner})
             except ValueError as error:
                 return None, re.sub(r"\b(\w+)=", rf"{role}.\1=", _first_reason(error))
-    label = ",".join(name for name in _KEYS if name in changed)
+    label = ",".join(name for name in meanings() if name in changed)
     try:
         return replace(left, name=f"{left.name}->{right.name}[{label}]", **values), ""
     except ValueError as error:

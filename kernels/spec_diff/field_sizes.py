@@ -15,11 +15,11 @@ import torch
 
 from kernels.experts import TORCH_TYPE, ExpertWeights
 from kernels.guard import Operand as Side
+from kernels.labels import spec_from_label
 from kernels.layer_input import LayerInput, LayerShape
 from kernels.reference import grouped_linear, grouped_operand, prepare
 from kernels.routing import Routing
 from kernels.spec import ExecutionSpec
-from kernels.spec_diff.changes import spec_from_label
 from kernels.spec_diff.sensitivity import (
     LayerRun,
     Operand,

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from rl.disk import append, room_for
 from rl.errors import DataError
 from rl.run_folder import write_atomically
 
@@ -68,12 +68,11 @@ class SampleFile:
             self._read()
 
     def append(self, samples: Iterable[Sample]) -> None:
-        """Add samples; they are on disk when this returns."""
+        """Add samples; they are on disk when this returns. Raises DiskFull; then nothing has been added."""
         samples = list(samples)
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write("".join(sample.line() for sample in samples))
-            file.flush()
-            os.fsync(file.fileno())
+        lines = "".join(sample.line() for sample in samples)
+        with room_for(self.path), self.path.open("ab", buffering=0) as file:
+            append(file, lines.encode())
         self.samples |= {sample.key: sample for sample in samples}
 
     def sort(self) -> None:

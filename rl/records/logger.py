@@ -12,6 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self
 
+from rl.disk import append, room_for
 from rl.metrics import numbers
 from rl.records.history import cut_back, encode_line, read_history
 from rl.run_folder import RunFolder, RunFolderError
@@ -49,7 +50,7 @@ class RunLogger:
         self._claim = _claim(folder)
         try:
             self._recorded = self._open_history(resumed_at)
-            self._file = folder.metrics.open("a", encoding="utf-8")
+            self._file = folder.metrics.open("ab", buffering=0)
         except BaseException:
             os.close(self._claim)
             raise
@@ -64,7 +65,7 @@ class RunLogger:
         """Record `metrics` at `step`; a step may be recorded in parts.
 
         Raises what `rl.metrics.number` raises; ValueError for a step before the last recorded one, or a
-        metric that the step already has. Then nothing has been recorded.
+        metric that the step already has; DiskFull. Then nothing has been recorded.
         """
         values = numbers(metrics)
         last, names = self._recorded
@@ -73,9 +74,8 @@ class RunLogger:
         known = names if step == last else set()
         if known & values.keys():
             raise ValueError(f"step {step} already has {', '.join(sorted(known & values.keys()))}")
-        self._file.write(encode_line(step, values))
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        with room_for(self.folder.metrics):
+            append(self._file, encode_line(step, values).encode())
         self._recorded = (step, known | values.keys())
         if self._wandb:
             self._wandb.check()

@@ -19,7 +19,6 @@ import sys
 from collections.abc import Sequence
 from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -130,10 +129,7 @@ def git_state(source: Path = Path(__file__)) -> dict[str, Any] | None:
 def _specs(reports: Sequence[EngineReport]) -> list[dict[str, Any]]:
     found: dict[tuple[str, str], dict[str, Any]] = {}
     for report in reports:
-        precision_map = report.precision_map
-        for spec, run in groupby(range(len(precision_map.layers)), key=precision_map.spec_for):
-            numbers = list(run)
-            layers = f"{numbers[0]} to {numbers[-1]}" if len(numbers) > 1 else str(numbers[0])
+        for spec, layers in report.precision_map.spans():
             entry: dict[str, Any] = {
                 "engines": [],
                 "layers": layers,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 import subprocess
@@ -418,6 +419,8 @@ def run_command(*arguments: str) -> subprocess.CompletedProcess[str]:
     ("arguments", "message"),
     [
         (["--spec", "nothing"], "no execution spec is called 'nothing'"),
+        (["--spec", "minite[weight.outer_domain]"], "is not of the form field=value"),
+        (["--spec", "minite[weight.outer_domain=all]"], "outer_domain='all' is not one of"),
         (["--backend", "nothing"], "no back end is called 'nothing'"),
         (["--backend", "kernels.packing:pack"], "is not a back end"),
         (["--quantizer", "kernels.nothing:x"], "cannot import 'kernels.nothing'"),
@@ -428,12 +431,27 @@ def run_command(*arguments: str) -> subprocess.CompletedProcess[str]:
             "either --backend or --quantizer",
         ),
         (["--quantizer", "kernels.packing:pack", "--spec", "bf16"], "bf16 quantises no activations"),
+        (
+            ["--quantizer", "broken_adapters.raises:x"],
+            "'broken_adapters.raises': RuntimeError: two lines",
+        ),
+        (["--quantizer", "broken_adapters.ends:x"], "cannot import 'broken_adapters.ends': SystemExit: 1"),
         (["--json", "/nothing/there.json"], "no folder /nothing"),
+        (["--json", "/tmp"], "/tmp cannot be written: it is a folder"),
     ],
 )
-def test_a_bad_argument_ends_in_one_line(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+def test_a_bad_argument_ends_in_one_line_before_anything_is_checked(
+    arguments: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    (tmp_path / "broken_adapters").mkdir()
+    (tmp_path / "broken_adapters" / "raises.py").write_text("raise RuntimeError('two\\nlines')\n")
+    (tmp_path / "broken_adapters" / "ends.py").write_text("raise SystemExit(1)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr("kernels.conformance.__main__.conformance", pytest.fail)
     with pytest.raises(SystemExit) as raised:
         main(arguments)
     assert raised.value.code == 2
@@ -450,6 +468,38 @@ def test_a_fault_makes_the_command_fail(tmp_path: Path, capsys: pytest.CaptureFi
     checks = json.loads(report.read_text())[0]["checks"]
     assert len(checks) == len(CHECKS)
     assert {check["status"] for check in checks} == {"pass", "FAIL", "not applicable"}
+
+
+def test_a_spec_is_named_with_its_overrides(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checked: list[ExecutionSpec] = []
+
+    def conformance_of(subject: Subject, spec: ExecutionSpec) -> list[Outcome]:
+        checked.append(spec)
+        return []
+
+    monkeypatch.setattr("kernels.conformance.__main__.conformance", conformance_of)
+    label = "minite[weight.outer_domain=expert]"
+    assert main(["--spec", label]) == 0
+    assert checked == [named_spec("minite", {"weight.outer_domain": "expert"})]
+    assert f"reference under {label} ({checked[0].fingerprint})" in capsys.readouterr().out
+
+
+def test_outcomes_that_cannot_be_written_end_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("kernels.conformance.__main__.conformance", lambda subject, spec: [])
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(SystemExit) as raised:
+        main(["--json", str(tmp_path / "report.json")])
+    error = capsys.readouterr().err
+    assert raised.value.code == 2
+    assert "No space left on device" in error and error.count("\n") == 1
 
 
 def test_the_command_runs() -> None:

@@ -20,6 +20,15 @@ def test_resolve_puts_bf16_at_both_ends() -> None:
     assert PrecisionMap.resolve(3, EXPERT).layers == (EXPERT,) * 3
 
 
+def test_a_map_is_described_by_its_specs_and_by_a_fingerprint_of_its_own() -> None:
+    precision_map = PrecisionMap.resolve(6, MINITE, first_layers_bf16=1, last_layers_bf16=2)
+    assert precision_map.spans() == [(BF16, "0"), (MINITE, "1 to 3"), (BF16, "4 to 5")]
+    assert precision_map.describe() == (
+        f"bf16 {BF16.fingerprint} in layer 0, minite {MINITE.fingerprint} in layers 1 to 3,"
+        f" bf16 {BF16.fingerprint} in layers 4 to 5; precision map {precision_map.fingerprint}"
+    )
+
+
 @pytest.mark.parametrize(("layers", "first", "last"), [(0, 0, 0), (4, 3, 2), (4, -1, 0), (4, 0, -1)])
 def test_counts_that_do_not_fit_are_refused(layers: int, first: int, last: int) -> None:
     with pytest.raises(ValueError, match="layers"):

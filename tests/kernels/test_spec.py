@@ -31,32 +31,32 @@ DEGREES = [*LAYER, *QUANTISED]
 FULL = "te_per_tensor"
 # Changing a spec must change these; a test that fails here says that stored fingerprints no longer match.
 GOLDEN: dict[str, str] = {
-    "minite": "75332b6739db7148",
-    "minite_expert": "826791876257713a",
-    "minite_mxfp8_backward": "ac3fa9abf87da8a9",
-    "te_per_tensor": "0ed099ef59de47c3",
-    "te_per_tensor_2d": "c062ab9b2c78a0ea",
-    "te_exact": "b17c7dffa7666157",
-    "te_per_token": "85bd6a5f3c45e5ec",
-    "te_fast_math": "a3ea2e30c95254cb",
-    "flashinfer_exact": "1ff4c6aa6a86e8ed",
-    "flashinfer_fast_0_7_2": "b2af6eba8c03f631",
-    "flashinfer_fast_0_7_4": "e23d39b46c5833d4",
-    "vllm_cuda": "fdcf37e27c279262",
-    "vllm_emulation": "f5f514e294b05942",
-    "torchao": "4515214439e6f995",
-    "mslk": "d427c0810b094343",
-    "modelopt": "7a5f4967481254e1",
-    "compressed_tensors": "4aae6650943c1950",
-    "four_over_six": "2bf2a3090cb08ad9",
-    "four_over_six_mae": "2cd101c7acb55f38",
-    "mxfp4": "c0159e92a76aeea3",
-    "mxfp8": "3ed0c28b1352c9bf",
-    "mxfp6_e2m3": "da39129ea494a0bf",
-    "mxfp6_e3m2": "abe9703ff5fb308d",
-    "fp8_per_token": "01c338c8f8eab093",
-    "bf16": "61a9b3f292a647cc",
-    "fp32": "ea171862825cc58e",
+    "minite": "3683dd5eb5837525",
+    "minite_expert": "4d29d3fe16637d12",
+    "minite_mxfp8_backward": "bf1618571c386444",
+    "te_per_tensor": "7b7adf5b8de1546a",
+    "te_per_tensor_2d": "916a5f4ae88b9e20",
+    "te_exact": "781ae984c64e1675",
+    "te_per_token": "606d162ac7fca444",
+    "te_fast_math": "e4d94e9a59c5f701",
+    "flashinfer_exact": "3b16758263e99943",
+    "flashinfer_fast_0_7_2": "4c1dffe90fdc79f8",
+    "flashinfer_fast_0_7_4": "c0d5144087ec7e2f",
+    "vllm_cuda": "01701a05f8c2c253",
+    "vllm_emulation": "16f259878a5924b9",
+    "torchao": "985daa2d56c9967c",
+    "mslk": "60ac0601f2d26e5e",
+    "modelopt": "06c75ee04932f3ea",
+    "compressed_tensors": "ae3a0dda724888e9",
+    "four_over_six": "0a1683c316b8f3d1",
+    "four_over_six_mae": "54402b9f2cc1aec8",
+    "mxfp4": "a923fe4e1cdea726",
+    "mxfp8": "6fb7457a17ce2ccd",
+    "mxfp6_e2m3": "c0b919d925f6d882",
+    "mxfp6_e3m2": "5d1ae670e62b7e98",
+    "fp8_per_token": "08ed142e47a8ca0e",
+    "bf16": "5c198b021949e912",
+    "fp32": "be6e726782a1f830",
 }
 
 
@@ -102,7 +102,7 @@ def test_fingerprint_is_the_hash_of_the_canonical_form() -> None:
     spec = named_spec(FULL)
     assert spec.fingerprint == hashlib.sha256(spec.canonical().encode()).hexdigest()[:16]
     schema, *lines = spec.canonical().splitlines()
-    assert schema == "minite-execution-spec/2" and len(lines) == len(DEGREES)
+    assert schema == "minite-execution-spec/3" and len(lines) == len(DEGREES)
     assert "activation.outer_domain=tensor" in lines and "weight.block_scale_max=448" in lines
     assert "activation=none" in named_spec("bf16").canonical().splitlines()
 

@@ -14,11 +14,12 @@ import torch
 from safetensors.torch import save_file
 
 from kernels.catalogue import CATALOGUE, named_spec
+from kernels.labels import spec_from_label
 from kernels.layer_input import LayerInput, LayerShape, load_layer, synthetic_layer
 from kernels.quantize import quantize_weight
 from kernels.spec import ExecutionSpec, spec_diff
 from kernels.spec_diff.__main__ import format_changes, main, measure_changes
-from kernels.spec_diff.changes import single_changes, spec_from_label
+from kernels.spec_diff.changes import single_changes
 from kernels.spec_diff.field_sizes import FIELD_SIZES, measure_sizes
 from kernels.spec_diff.heatmap import draw, pairwise_l2, percent
 from kernels.spec_diff.sensitivity import (
@@ -258,37 +259,6 @@ def test_a_tile_of_weights_needs_an_outer_scale_that_its_rows_share(data: LayerI
 def test_all_fields_together_are_the_other_spec_for_every_entry_against_minite(name: str) -> None:
     a, b = named_spec("minite"), named_spec(name)
     assert [change.difference for change in single_changes(a, b)] == list(spec_diff(a, b))
-
-
-@pytest.mark.parametrize(
-    "label",
-    [
-        "minite",
-        "minite_expert[weight.block_scale_max=256,weight.selector=4over6_mse]",
-        "minite[activation.outer_scale=S=M/A,g=1/S,activation.zero_group=A=0:S=1]",
-        "minite[activation=none]",
-        "bf16[combine=expert_order,output=fp32]",
-    ],
-)
-def test_a_label_is_read_as_it_is_written(label: str) -> None:
-    spec = spec_from_label(label)
-    assert spec.name == label
-    assert spec_from_label(spec.name) == spec
-
-
-@pytest.mark.parametrize(
-    ("label", "part"),
-    [
-        ("nothing", "no execution spec is called 'nothing'"),
-        ("minite[", "not of the form"),
-        ("minite[output]", "'output' is not of the form field=value"),
-        ("minite[output=fp64]", "fp64"),
-        ("minite[colour=red]", "colour"),
-    ],
-)
-def test_a_label_that_cannot_be_read_is_refused(label: str, part: str) -> None:
-    with pytest.raises(ValueError, match=part):
-        spec_from_label(label)
 
 
 def test_every_field_has_a_row_and_says_with_which_others(data: LayerInput) -> None:

@@ -40,9 +40,12 @@ def report(engine: str, calls: int = 1, **overrides: object) -> EngineReport:
 
 
 def test_equal_specifications_pass_and_are_printed():
-    line = check_specifications([report("megatron"), report("vllm"), report("weight_sync")], False)
+    [line] = check_specifications([report("megatron"), report("vllm"), report("weight_sync")], False)
     fingerprint = report("vllm").precision_map.fingerprint
-    assert line == f"megatron {fingerprint}, vllm {fingerprint}, weight_sync {fingerprint}"
+    assert line == (
+        "execution specification of megatron, vllm, weight_sync:"
+        f" minite {named_spec('minite').fingerprint} in layers 0 to 3; precision map {fingerprint}"
+    )
 
 
 def test_one_field_that_differs_stops_and_is_named_with_both_values():
@@ -53,7 +56,9 @@ def test_one_field_that_differs_stops_and_is_named_with_both_values():
     assert "megatron and vllm" in message
     [row] = [line.split() for line in message.splitlines() if line.startswith("weight.outer_domain")]
     assert row[1:3] == ["row", "expert"]
-    assert check_specifications(reports, allow_difference=True)
+    lines = check_specifications(reports, allow_difference=True)
+    assert [line.split()[3] for line in lines] == ["megatron:", "vllm:"]
+    assert " minite[weight.outer_domain=expert] " in lines[1]
 
 
 def test_expert_layers_that_never_ran_are_an_error():

@@ -16,6 +16,8 @@ import psutil
 import pytest
 from safetensors.torch import load_file
 
+import rl.run_folder as run_folder_module
+from kernels.catalogue import named_spec
 from rl.checkpoint import CheckpointStore
 from rl.records.history import comparable, read_history
 
@@ -79,7 +81,18 @@ def test_both_engines_ran_the_experts_under_one_specification(uninterrupted: Pat
     assert engines["megatron"]["expert_calls"] > 0
     assert engines["vllm"]["expert_calls"] > 0
     log = (uninterrupted / "run.log").read_text()
-    assert log.count(engines["vllm"]["fingerprint"]) == 3
+    [line] = [line for line in log.splitlines() if "execution specification" in line]
+    assert "megatron, vllm, weight_sync" in line
+    assert line.endswith(
+        f"minite {named_spec('minite').fingerprint} in layers 0 to 1; precision map {engines['vllm']['fingerprint']}"
+    )
+
+
+def test_what_a_run_leaves_is_what_the_run_folder_describes(uninterrupted: Path):
+    left = {path.name for path in uninterrupted.iterdir()}
+    assert {"learner.log", "sampler.log", "weight_sync.log", "run.log", "report.html"} <= left
+    assert not {name for name in left if name not in (run_folder_module.__doc__ or "")}
+    assert {path.stat().st_mode & 0o777 for path in uninterrupted.glob("*.log")} == {0o644}
 
 
 def test_every_step_is_recorded_and_finite(uninterrupted: Path):
