@@ -111,7 +111,7 @@ def test_known_keys_are_those_of_the_configuration_and_of_every_choice():
         "learner.lr",
         "data.bound",
         "data.digits",
-        "algorithm.objective.critic.lr",
+        "algorithm.objective.critic.lr_factor",
     } <= known.keys()
     assert "data.source.path" not in known and "evaluation.protocol.samples" not in known
 
