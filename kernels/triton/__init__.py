@@ -1,1 +1,1 @@
-"""The expert layer's steps as Triton kernels, for NVIDIA GPUs and Triton's interpreter."""
+"""Kernels in Triton, one source for Hopper and Blackwell GPUs and for Triton's interpreter on a CPU."""
