@@ -8,15 +8,57 @@ registers want them (`pack_tiles`), so that a decoded word never leaves its thre
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 
-from kernels.triton.grouped_gemm import to_bf16
+from kernels.triton.codec import COMPILED
+from kernels.triton.grouped_gemm import as_stored, check_operand, to_bf16
+from kernels.triton.grouping import ExpertGroups
+from kernels.triton.matrix import TILE, ExpertMatrix
+from kernels.triton.quantize import GroupedOperand
+from kernels.triton.tuning import DecodeTile, decode_tile
 
-TILE = 128  # features, and elements along K, of a tile
+
+def decode_gemm(
+    operand: GroupedOperand,
+    weight: ExpertMatrix,
+    groups: ExpertGroups,
+    *,
+    out: torch.Tensor,
+    tile: DecodeTile | None = None,
+) -> torch.Tensor:
+    """As `kernels.triton.grouped_gemm.grouped_gemm`, bit for bit, but for few rows an expert; rows in padding are not
+    written. `groups` may be aligned to any number of rows. Raises ValueError for operands that do not fit or that are
+    not decoded, and for weights whose N or K is no multiple of 128.
+    """
+    experts, features, width = weight.shape
+    if weight.words is None or weight.word_scales is None or operand.decoded is None:
+        raise ValueError(
+            f"products of few rows need a decoded operand and weights of multiples of {TILE}, got {weight.shape}"
+        )
+    check_operand(operand.decoded, operand.outer_scales, weight, groups, out)
+    if not groups.rows:
+        return out
+    slots = groups.row_of_slot.numel()
+    tile = tile or decode_tile(slots, experts)
+    decode_product[(experts * features // TILE,)](
+        operand.decoded,
+        operand.outer_scales,
+        weight.words,
+        weight.word_scales.view(torch.float8_e4m3fn),
+        weight.outer,
+        as_stored(out),
+        groups.starts,
+        groups.counts,
+        N=features,
+        K=width,
+        BM=tile.rows,
+        STAGES=tile.stages,
+        num_warps=tile.warps,
+    )
+    return out
+
 
 # An FP16 number's high byte holds all of an E2M1 value: `prmt` looks four of them up by the low three bits of four
 # nibbles. Bit 3 of nibble 3-p is the sign of element 2p, bit 3 of nibble 7-p that of 2p+1: one shift brings both to
@@ -69,17 +111,17 @@ def _element(words, scales, i: tl.constexpr):
 
 
 @triton.jit
-def decoded_tile(words, upper, lower, INTERPRETED: tl.constexpr):
+def decoded_tile(words, upper, lower):
     """int32 words [2, 2, 4, 8, 4, 4] and the scales of their two rows -> float16 [128, 128], code times block scale."""
-    if INTERPRETED:
+    if COMPILED:
+        v0, v1, v2, v3, v4, v5, v6, v7 = tl.inline_asm_elementwise(
+            _DECODE, _CONSTRAINTS, [words, upper, lower], dtype=(tl.float16,) * 8, is_pure=True, pack=1
+        )
+    else:
         v0, v1 = _element(words, upper, 0), _element(words, upper, 1)
         v2, v3 = _element(words, upper, 2), _element(words, upper, 3)
         v4, v5 = _element(words, lower, 4), _element(words, lower, 5)
         v6, v7 = _element(words, lower, 6), _element(words, lower, 7)
-    else:
-        v0, v1, v2, v3, v4, v5, v6, v7 = tl.inline_asm_elementwise(
-            _DECODE, _CONSTRAINTS, [words, upper, lower], dtype=(tl.float16,) * 8, is_pure=True, pack=1
-        )
     # `join` puts its two operands along a new last axis, so the first pairing varies slowest.
     even = tl.join(tl.join(v0, v4), tl.join(v2, v6))
     odd = tl.join(tl.join(v1, v5), tl.join(v3, v7))
@@ -102,7 +144,6 @@ def decode_product(
     K: tl.constexpr,
     BM: tl.constexpr,
     STAGES: tl.constexpr,
-    INTERPRETED: tl.constexpr,
 ):
     """x: float16 [R, K]; words, scales: `pack_tiles`; out: bfloat16 [R, N]. Rows in padding are left as they are."""
     ROW_TILES: tl.constexpr = N // 128
@@ -120,45 +161,18 @@ def decode_product(
             acc = tl.zeros((128, BM), tl.float32)
             for k in tl.range(0, K_TILES, num_stages=STAGES):
                 words = tl.load(words_ptr + (tile + k) * 2048 + tl.arange(0, 2048)).reshape(2, 2, 4, 8, 4, 4)
-                scales = tl.load(scales_ptr + (tile + k) * 1024 + tl.arange(0, 1024)).reshape(2, 2, 4, 8, 4, 2)
+                scales = tl.load(scales_ptr + (tile + k) * 1024 + tl.arange(0, 1024)).reshape(
+                    2, 2, 4, 8, 4, 2
+                )
                 upper, lower = tl.split(scales.to(tl.float16))
                 upper = tl.broadcast_to(upper[:, :, :, :, None, :], (2, 2, 4, 8, 4, 4))
                 lower = tl.broadcast_to(lower[:, :, :, :, None, :], (2, 2, 4, 8, 4, 4))
                 x = tl.load(
-                    x_ptr + rows[:, None] * K + (k * 128 + tl.arange(0, 128))[None, :], mask=inside[:, None], other=0.0
+                    x_ptr + rows[:, None] * K + (k * 128 + tl.arange(0, 128))[None, :],
+                    mask=inside[:, None],
+                    other=0.0,
                 )
-                acc = tl.dot(decoded_tile(words, upper, lower, INTERPRETED), x.T, acc)
+                acc = tl.dot(decoded_tile(words, upper, lower), x.T, acc)
             ga = tl.load(ga_ptr + rows, mask=inside, other=0.0)
-            value = to_bf16(acc * (ga[None, :] * gb[:, None]), INTERPRETED)
+            value = to_bf16(acc * (ga[None, :] * gb[:, None]))
             tl.store(out_ptr + rows[None, :] * N + columns[:, None], value, mask=inside[None, :])
-
-
-@triton.jit
-def pack_tiles(codes_ptr, scales_ptr, words_out_ptr, scales_out_ptr, K: tl.constexpr):
-    """uint8 codes [E*N, K/2] and block scales [E*N, K/16] -> tiles [E*N/128, K/128], one a program.
-
-    words: int32 [2, 2, 4, 8, 4, 4] of a tile. Word (a, b, w, r, c, d) holds, for the rows 64a + 16w + r and that plus 8,
-    the elements 2c, 2c+1, 2c+8, 2c+9 of block 4b + d: what one thread of a 64x16 FP16 operand holds. Nibble i is
-    element i, its signs aside: those stand as `_DECODE` wants them.
-    scales: uint8 [2, 2, 4, 8, 4, 2], those of block 4b + d of the same two rows.
-    """
-    K_TILES: tl.constexpr = K // 128
-    tile = tl.program_id(0).to(tl.int64)
-    n0, block0 = tile // K_TILES * 128, tile % K_TILES * 8
-    index = tl.arange(0, 2048)
-    d, c, r = index % 4, index // 4 % 4, index // 16 % 8
-    w, b, a = index // 128 % 4, index // 512 % 2, index // 1024
-    first = codes_ptr + (n0 + 64 * a + 16 * w + r) * (K // 2) + (block0 + 4 * b + d) * 8 + c
-    natural = tl.load(first).to(tl.int32) | (tl.load(first + 4).to(tl.int32) << 8)
-    second = first + 8 * (K // 2)
-    natural |= (tl.load(second).to(tl.int32) << 16) | (tl.load(second + 4).to(tl.int32) << 24)
-    packed = natural & 0x77777777
-    for p in tl.static_range(4):
-        packed |= ((natural >> (8 * p + 3)) & 1) << (4 * (3 - p) + 3)
-        packed |= ((natural >> (8 * p + 7)) & 1) << (4 * (7 - p) + 3)
-    tl.store(words_out_ptr + tile * 2048 + index, packed)
-    index = tl.arange(0, 1024)
-    h, d, r = index % 2, index // 2 % 4, index // 8 % 8
-    w, b, a = index // 64 % 4, index // 256 % 2, index // 512
-    scales = tl.load(scales_ptr + (n0 + 64 * a + 16 * w + 8 * h + r) * (K // 16) + block0 + 4 * b + d)
-    tl.store(scales_out_ptr + tile * 1024 + index, scales)
