@@ -54,6 +54,11 @@ def grouped_tile(device: torch.device, columns: int, depth: int, *, native: bool
     return _measured.get(_key(device, columns, depth, native), (NATIVE if native else EMULATED)[0])
 
 
+def few_rows(slots: int, num_experts: int) -> bool:
+    """Whether so many token slots are few enough for the product that reads packed weights to be the faster one."""
+    return slots <= 32 * num_experts
+
+
 def decode_tile(slots: int, num_experts: int) -> DecodeTile:
     """For so many token slots: as many rows as most experts have under a balanced load, at least 16."""
     average = slots / num_experts
