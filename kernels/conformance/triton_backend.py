@@ -32,7 +32,11 @@ class TritonBackend:
         self.device = torch.device("cpu" if interpreted else "cuda")
 
     def claims(self, spec: ExecutionSpec) -> bool:
-        if spec.activation is None or spec.weight is None or spec.epilogue is not Epilogue.OUTER_PRODUCT_FIRST:
+        if (
+            spec.activation is None
+            or spec.weight is None
+            or spec.epilogue is not Epilogue.OUTER_PRODUCT_FIRST
+        ):
             return False
         problems = (
             layer_problem(spec),

@@ -117,9 +117,7 @@ def encode_f32(w0, w1, w2, w3, w4, w5, w6, w7, power, divisor, reciprocal):
 
 @triton.jit
 def _index(word, power, divisor, reciprocal):
-    return magnitude_index(
-        (word & 0x7FFFFFFF).to(tl.float32, bitcast=True), power, divisor, reciprocal, True
-    )
+    return magnitude_index((word & 0x7FFFFFFF).to(tl.float32, bitcast=True), power, divisor, reciprocal, True)
 
 
 @triton.jit

@@ -17,9 +17,9 @@ def combine(
 ) -> torch.Tensor:
     """FC2's output bfloat16 [R, H] in grouped order and float32 [T, k] -> bfloat16 [T, H].
 
-    bf16(fl(fl(p_0 y_0) + fl(p_1 y_1)) + ...): FP32, no fused multiply-add, one cast. A slot without a row (an expert id
-    that does not exist) makes its token's output NaN. Raises ValueError for specs that combine otherwise and for another
-    shape or type.
+    bf16(fl(fl(p_0 y_0) + fl(p_1 y_1)) + ...): FP32, no fused multiply-add, one cast. A slot without a row (an expert
+    id that does not exist) makes its token's output NaN. Raises ValueError for specs that combine otherwise and for
+    another shape or type.
     """
     check_layer(spec)
     tokens, top_k = groups.row_of_slot.shape
@@ -69,7 +69,9 @@ def _combine(
         row = tl.load(row_of_slot + token * TOP_K + slot).to(tl.int64)
         coefficient = tl.load(coefficients + token * TOP_K + slot)
         coefficient = tl.where(row >= 0, coefficient, float("nan"))
-        word = tl.load(fc2 + row * WIDTH + column, mask=mask & (row >= 0), other=0).to(tl.uint32, bitcast=True)
+        word = tl.load(fc2 + row * WIDTH + column, mask=mask & (row >= 0), other=0).to(
+            tl.uint32, bitcast=True
+        )
         own_low = coefficient * bf16_low(word)
         own_high = coefficient * bf16_high(word)
         # The first term is not added to zero, which would turn -0 into +0.

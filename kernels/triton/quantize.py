@@ -77,9 +77,9 @@ def quantize_rows(
 ) -> QuantizedTensor:
     """As `kernels.quantize.quantize_activation`: bfloat16 or float32 [R, K] -> codes, scales in their logical order.
 
-    on_non_finite: takes a bool [R] of the rows that hold values that are not finite, without waiting for the device; the
-    result is then meaningless. Raises ValueError for specs other than `minite`'s, for another shape or type, and,
-    without on_non_finite, for values that are not finite.
+    on_non_finite: takes a bool [R] of the rows that hold values that are not finite, without waiting for the device;
+    the result is then meaningless. Raises ValueError for specs other than `minite`'s, for another shape or type,
+    and, without on_non_finite, for values that are not finite.
     """
     check_quantizer(spec, _ROW_DOMAINS)
     check_rows(x, what)
@@ -266,8 +266,8 @@ def _quantize(
     PACKED: tl.constexpr,
     DECODED: tl.constexpr,
 ):
-    """x int32 words [rows, K/2 or K] -> codes int32 and decoded int32 (f16 pairs) at their destinations, scales and g of
-    the rows. TOP_K = 0: a row's destination is its own number, else those in row_of_slot [rows, TOP_K], -1 for none.
+    """x int32 words [rows, K/2 or K] -> codes int32 and decoded int32 (f16 pairs) at their destinations, scales and g
+    of the rows. TOP_K = 0: a row's destination is its own number, else those in row_of_slot [rows, TOP_K], -1 for none.
     """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     block = tl.arange(0, PADDED)
@@ -380,10 +380,14 @@ def _finish(
             empty = (slot < 0) & (row < rows)
             at = row.to(tl.int64)[:, None] * (BLOCKS * 8)
             if PACKED:
-                word = tl.arange(0, COLUMNS * 8)
-                mask = empty[:, None] & (word < BLOCKS * 2)[None, :]
-                tl.store(codes + at // 4 + word[None, :], tl.zeros((8, COLUMNS * 8), tl.int32), mask=mask)
+                _clear(codes + at // 4, empty, BLOCKS * 2, COLUMNS * 8)
             if DECODED:
-                word = tl.arange(0, COLUMNS * 32)
-                mask = empty[:, None] & (word < BLOCKS * 8)[None, :]
-                tl.store(decoded + at + word[None, :], tl.zeros((8, COLUMNS * 32), tl.int32), mask=mask)
+                _clear(decoded + at, empty, BLOCKS * 8, COLUMNS * 32)
+
+
+@triton.jit
+def _clear(start, rows, WIDTH: tl.constexpr, PADDED: tl.constexpr):
+    """Zeros in WIDTH int32 words from the pointers [8, 1] on, where rows [8]; PADDED: a power of two >= WIDTH."""
+    word = tl.arange(0, PADDED)
+    mask = rows[:, None] & (word < WIDTH)[None, :]
+    tl.store(start + word[None, :], tl.zeros((8, PADDED), tl.int32), mask=mask)

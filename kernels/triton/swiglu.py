@@ -1,8 +1,8 @@
 """SwiGLU and quantisation fused: what stands between FC1 and FC2.
 
-The reference takes silu in FP64 and rounds it to FP32, multiplies by `up` in FP32 and rounds to BF16. Here silu is taken
-in FP32, with a relative error below 2^-18; where that could change the BF16 result, because the product is that near to
-a midpoint of two BF16 numbers, the exact silu is looked up. A gate is a BF16 number, so that a table of 65,536
+The reference takes silu in FP64 and rounds it to FP32, multiplies by `up` in FP32 and rounds to BF16. Here silu is
+taken in FP32, with a relative error below 2^-18; where that could change the BF16 result, because the product is that
+near to a midpoint of two BF16 numbers, the exact silu is looked up. A gate is a BF16 number, so that a table of 65,536
 entries holds it for every gate; some elements in a thousand need it.
 """
 

@@ -18,8 +18,8 @@ _WORDS_AT_ONCE = 8192
 
 
 def quantize_weight(weight: torch.Tensor, spec: QuantizerSpec, *, halves: bool = False) -> QuantizedTensor:
-    """As `kernels.quantize.quantize_weight`: bfloat16 or float32 [E, N, K] -> quantised experts, scales in their logical
-    order. outer_scales: [E, N] under `row`, [E, 1] under `expert`.
+    """As `kernels.quantize.quantize_weight`: bfloat16 or float32 [E, N, K] -> quantised experts, scales in their
+    logical order. outer_scales: [E, N] under `row`, [E, 1] under `expert`.
 
     halves: N holds gate rows, then as many up rows; under these domains that changes nothing. Waits for the device, to
     find values that are not finite. Raises ValueError for these, for specs other than `minite`'s and
@@ -46,12 +46,16 @@ def quantize_weight(weight: torch.Tensor, spec: QuantizerSpec, *, halves: bool =
             own = slice(some.start * features, some.stop * features)
             _launch_amax(rows[own], amax[some])
             launch_rows(
-                rows[own], codes[own], scales[own], outer[some], bad[own], amax=amax[some], rows_of_group=features
+                rows[own],
+                codes[own],
+                scales[own],
+                outer[some],
+                bad[own],
+                amax=amax[some],
+                rows_of_group=features,
             )
     _refuse(weight, bad.view(torch.bool).view(experts, features))
-    return QuantizedTensor(
-        codes.view(experts, features, -1), scales.view(experts, features, -1), outer
-    )
+    return QuantizedTensor(codes.view(experts, features, -1), scales.view(experts, features, -1), outer)
 
 
 def _refuse(weight: torch.Tensor, bad: torch.Tensor) -> None:
