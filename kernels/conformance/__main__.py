@@ -22,7 +22,9 @@ from kernels.spec import ExecutionSpec
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m kernels.conformance", usage="%(prog)s [options]")
-    parser.add_argument("--backend", metavar="NAME", help="reference (default), or module:attribute")
+    parser.add_argument(
+        "--backend", metavar="NAME", help="reference (default), triton_emulated, or module:attribute"
+    )
     parser.add_argument("--quantizer", metavar="MODULE:ATTRIBUTE", help="an Adapter, or a function, instead")
     parser.add_argument("--spec", default="minite", metavar="NAME", help="a name of the catalogue, or all")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the outcomes there as well")

@@ -44,12 +44,6 @@ def largest_of_four_bf16(w0, w1, w2, w3):
 
 
 @triton.jit
-def bf16_pair_to_bits(pair):
-    """A word of two magnitudes -> the FP32 bits (int32) of the larger; NaN is larger than infinity."""
-    return (tl.maximum(pair >> 16, pair & 0xFFFF) << 16).to(tl.int32, bitcast=True)
-
-
-@triton.jit
 def largest_of_four_f32(w0, w1, w2, w3):
     """Words of FP32 numbers -> the bits (int32) of the largest magnitude; NaN is larger than infinity."""
     low = tl.maximum(w0 & 0x7FFFFFFF, w1 & 0x7FFFFFFF)
@@ -123,14 +117,36 @@ def encode_f32(w0, w1, w2, w3, w4, w5, w6, w7, power, divisor, reciprocal):
 
 @triton.jit
 def _index(word, power, divisor, reciprocal):
-    return magnitude_index(
-        (word & 0x7FFFFFFF).to(tl.float32, bitcast=True), power, divisor, reciprocal, True
-    )
+    return magnitude_index((word & 0x7FFFFFFF).to(tl.float32, bitcast=True), power, divisor, reciprocal, True)
 
 
 @triton.jit
 def _sign(word, SHIFT: tl.constexpr):
     return (word & 0x80000000) >> SHIFT
+
+
+@triton.jit
+def codes_of_bf16(w0, w1, w2, w3, w4, w5, w6, w7, scale, g):
+    """The words of blocks of BF16 pairs, their E4M3 bytes and g -> the two words of their codes."""
+    power, divisor, reciprocal = element_divisor(scale, g)
+    c0 = encode_bf16(w0, w1, w2, w3, power, divisor, reciprocal)
+    c1 = encode_bf16(w4, w5, w6, w7, power, divisor, reciprocal)
+    return tl.where(scale == 0, 0, c0), tl.where(scale == 0, 0, c1)
+
+
+@triton.jit
+def decoded_words(c0, c1, scale, ROWS: tl.constexpr, BLOCKS: tl.constexpr):
+    """The code words and E4M3 bytes of blocks -> their f16 values, int32 [ROWS, 8 BLOCKS], in the order of memory."""
+    d0, d1, d2, d3 = decode_word(c0, scale)
+    d4, d5, d6, d7 = decode_word(c1, scale)
+    return join_words(d0, d1, d2, d3, d4, d5, d6, d7, ROWS, BLOCKS)
+
+
+@triton.jit
+def largest_of_block_bf16(w0, w1, w2, w3, w4, w5, w6, w7):
+    """The words of blocks of BF16 pairs -> FP32 bits (int32) of their largest magnitudes; NaN is the largest."""
+    pair = larger_bf16(largest_of_four_bf16(w0, w1, w2, w3), largest_of_four_bf16(w4, w5, w6, w7))
+    return (tl.maximum(pair >> 16, pair & 0xFFFF) << 16).to(tl.int32, bitcast=True)
 
 
 @triton.jit

@@ -56,9 +56,7 @@ def saturating_fma(a, b, c):
 def larger_bf16(a, b):
     """Words of two non-negative BF16 numbers -> the larger of each half; NaN where either is NaN."""
     if COMPILED:
-        return tl.inline_asm_elementwise(
-            "max.NaN.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], tl.uint32, True, 1
-        )
+        return tl.inline_asm_elementwise("max.NaN.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], tl.uint32, True, 1)
     return tl.maximum(a & 0xFFFF0000, b & 0xFFFF0000) | tl.maximum(a & 0xFFFF, b & 0xFFFF)
 
 
@@ -189,11 +187,11 @@ def both_halves(bits):
 def magnitude_index(x, power, divisor, reciprocal, DIVIDE: tl.constexpr):
     """2^23 plus the index of the E2M1 magnitude nearest to fl(x * power / divisor), as float32.
 
-    x: float32 >= 0. power: a power of two, divisor in [1, 2) and reciprocal = fl(1 / divisor), such that divisor / power
-    is what x is divided by. Unless DIVIDE, x must be a BF16 number: the quotient is then the corrected product with the
-    reciprocal (Markstein, "Computation of elementary functions on the IBM RISC System/6000 processor", 1990). That
-    can miss the correctly rounded quotient by one unit, but not where it matters: a test goes through every divisor
-    and every significand of x.
+    x: float32 >= 0. power: a power of two, divisor in [1, 2) and reciprocal = fl(1 / divisor), such that x is to be
+    divided by divisor / power. Unless DIVIDE, x must be a BF16 number: the quotient is then the corrected product
+    with the reciprocal (Markstein, "Computation of elementary functions on the IBM RISC System/6000 processor",
+    1990). That can miss the correctly rounded quotient by one unit, but not where it matters: a test goes through
+    every divisor and every significand of x.
     """
     x = x * power
     if COMPILED and not DIVIDE:

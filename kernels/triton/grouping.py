@@ -25,7 +25,7 @@ class ExpertGroups:
     row_of_slot: int32 [T, k], the grouped row of slot (t, j); -1 where the expert's id is not in [0, E). The slots of
         an expert stand in ascending slot number, as `kernels.routing.Routing` orders them
     slot_of_row: int32 [R], slot number t*k + j of each grouped row; -1 in padding and behind the last row in use
-    starts: int32 [E + 1], first grouped row of each expert, multiples of `align`; starts[E] is the number of rows in use
+    starts: int32 [E + 1], first grouped row of each expert, multiples of `align`; starts[E]: the rows in use
     counts: int32 [E], slots of each expert
     tile_expert: int32 [R / align], the expert of each tile of `align` rows; -1 from starts[E] on
     """

@@ -18,19 +18,16 @@ from kernels.quantize import NonFiniteReport, QuantizedTensor
 from kernels.quantizer_spec import QuantizerSpec, ScaleDomain
 from kernels.swizzle import swizzled_size
 from kernels.triton.block import (
-    bf16_pair_to_bits,
     block_scale,
-    decode_word,
+    codes_of_bf16,
+    decoded_words,
     element_divisor,
-    encode_bf16,
     encode_f32,
-    join_words,
-    largest_of_four_bf16,
+    largest_of_block_bf16,
     largest_of_four_f32,
     load_four,
     outer_scale,
 )
-from kernels.triton.codec import larger_bf16
 from kernels.triton.grouping import ExpertGroups
 from kernels.triton.support import check_quantizer, check_rows, words
 
@@ -80,9 +77,9 @@ def quantize_rows(
 ) -> QuantizedTensor:
     """As `kernels.quantize.quantize_activation`: bfloat16 or float32 [R, K] -> codes, scales in their logical order.
 
-    on_non_finite: takes a bool [R] of the rows that hold values that are not finite, without waiting for the device; the
-    result is then meaningless. Raises ValueError for specs other than `minite`'s, for another shape or type, and,
-    without on_non_finite, for values that are not finite.
+    on_non_finite: takes a bool [R] of the rows that hold values that are not finite, without waiting for the device;
+    the result is then meaningless. Raises ValueError for specs other than `minite`'s, for another shape or type,
+    and, without on_non_finite, for values that are not finite.
     """
     check_quantizer(spec, _ROW_DOMAINS)
     check_rows(x, what)
@@ -120,8 +117,8 @@ def launch_rows(
 ) -> None:
     """Quantise [R, K] into buffers of the shapes that `quantize_rows` has.
 
-    amax: int32 FP32 bits of A for each group of `rows_of_group` rows, whose g stands in `outer`; without it A is the
-    row's own, and g is written. K is a multiple of 16.
+    amax: int32 FP32 bits of A for each group of `rows_of_group` rows, which share one element of `outer`; without it
+    every row has its own. K is a multiple of 16.
     """
     rows, width = x.shape
     if not rows:
@@ -269,8 +266,8 @@ def _quantize(
     PACKED: tl.constexpr,
     DECODED: tl.constexpr,
 ):
-    """x int32 words [rows, K/2 or K] -> codes int32 and decoded int32 (f16 pairs) at their destinations, scales and g of
-    the rows. TOP_K = 0: a row's destination is its own number, else those in row_of_slot [rows, TOP_K], -1 for none.
+    """x int32 words [rows, K/2 or K] -> codes int32 and decoded int32 (f16 pairs) at their destinations, scales and g
+    of the rows. TOP_K = 0: a row's destination is its own number, else those in row_of_slot [rows, TOP_K], -1 for none.
     """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     block = tl.arange(0, PADDED)
@@ -280,8 +277,7 @@ def _quantize(
     if BF16:
         w0, w1, w2, w3 = load_four(x + at * 8, mask, ROWS, PADDED)
         w4, w5, w6, w7 = load_four(x + at * 8 + 4, mask, ROWS, PADDED)
-        pair = larger_bf16(largest_of_four_bf16(w0, w1, w2, w3), largest_of_four_bf16(w4, w5, w6, w7))
-        block_bits = bf16_pair_to_bits(pair)
+        block_bits = largest_of_block_bf16(w0, w1, w2, w3, w4, w5, w6, w7)
     else:
         w0, w1, w2, w3 = load_four(x + at * 16, mask, ROWS, PADDED)
         w4, w5, w6, w7 = load_four(x + at * 16 + 4, mask, ROWS, PADDED)
@@ -296,29 +292,25 @@ def _quantize(
         row_bits = tl.max(block_bits, axis=1)
     g, finite = outer_scale(row_bits)
     tl.store(bad + row, tl.where(finite, 0, 1).to(tl.uint8), mask=own)
-    if not SHARED:
-        tl.store(outer + row, g, mask=own)
+    tl.store(outer + row // rows_of_group, g, mask=own & (row % rows_of_group == 0))
     g = tl.broadcast_to(g[:, None], (ROWS, PADDED))
     scale = block_scale(block_bits, g, tl.broadcast_to(finite[:, None], (ROWS, PADDED)))
     tl.store(scales + at, scale.to(tl.uint8), mask=mask)
 
-    power, divisor, reciprocal = element_divisor(scale, g)
     if BF16:
-        c0 = encode_bf16(w0, w1, w2, w3, power, divisor, reciprocal)
-        c1 = encode_bf16(w4, w5, w6, w7, power, divisor, reciprocal)
+        c0, c1 = codes_of_bf16(w0, w1, w2, w3, w4, w5, w6, w7, scale, g)
     else:
+        power, divisor, reciprocal = element_divisor(scale, g)
         c0 = encode_f32(w0, w1, w2, w3, w4, w5, w6, w7, power, divisor, reciprocal)
         c1 = encode_f32(v0, v1, v2, v3, v4, v5, v6, v7, power, divisor, reciprocal)
-    c0 = tl.where(scale == 0, 0, c0)
-    c1 = tl.where(scale == 0, 0, c1)
+        c0 = tl.where(scale == 0, 0, c0)
+        c1 = tl.where(scale == 0, 0, c1)
 
     pair = tl.arange(0, 2)
     code_words = tl.join(c0, c1).to(tl.int32, bitcast=True)
     word = tl.arange(0, PADDED * 8)
     if DECODED:
-        d0, d1, d2, d3 = decode_word(c0, scale)
-        d4, d5, d6, d7 = decode_word(c1, scale)
-        decoded_words = join_words(d0, d1, d2, d3, d4, d5, d6, d7, ROWS, PADDED)
+        f16_words = decoded_words(c0, c1, scale, ROWS, PADDED)
     for slot in tl.static_range(max(TOP_K, 1)):
         if TOP_K == 0:
             target = row
@@ -331,7 +323,7 @@ def _quantize(
             tl.store(codes + to, code_words, mask=(there[:, None] & (block < BLOCKS)[None, :])[:, :, None])
         if DECODED:
             to = target[:, None] * (BLOCKS * 8) + word[None, :]
-            tl.store(decoded + to, decoded_words, mask=there[:, None] & (word < BLOCKS * 8)[None, :])
+            tl.store(decoded + to, f16_words, mask=there[:, None] & (word < BLOCKS * 8)[None, :])
 
 
 @triton.jit
@@ -388,10 +380,14 @@ def _finish(
             empty = (slot < 0) & (row < rows)
             at = row.to(tl.int64)[:, None] * (BLOCKS * 8)
             if PACKED:
-                word = tl.arange(0, COLUMNS * 8)
-                mask = empty[:, None] & (word < BLOCKS * 2)[None, :]
-                tl.store(codes + at // 4 + word[None, :], tl.zeros((8, COLUMNS * 8), tl.int32), mask=mask)
+                _clear(codes + at // 4, empty, BLOCKS * 2, COLUMNS * 8)
             if DECODED:
-                word = tl.arange(0, COLUMNS * 32)
-                mask = empty[:, None] & (word < BLOCKS * 8)[None, :]
-                tl.store(decoded + at + word[None, :], tl.zeros((8, COLUMNS * 32), tl.int32), mask=mask)
+                _clear(decoded + at, empty, BLOCKS * 8, COLUMNS * 32)
+
+
+@triton.jit
+def _clear(start, rows, WIDTH: tl.constexpr, PADDED: tl.constexpr):
+    """Zeros in WIDTH int32 words from the pointers [8, 1] on, where rows [8]; PADDED: a power of two >= WIDTH."""
+    word = tl.arange(0, PADDED)
+    mask = rows[:, None] & (word < WIDTH)[None, :]
+    tl.store(start + word[None, :], tl.zeros((8, PADDED), tl.int32), mask=mask)

@@ -48,7 +48,9 @@ def check_rows(x: torch.Tensor, what: str, multiple: int = 16) -> None:
     wrong = x.dim() != 2 or x.shape[1] == 0 or x.shape[1] % multiple
     if wrong or x.dtype not in (torch.bfloat16, torch.float32):
         found = f"{x.dtype} {tuple(x.shape)}"
-        raise ValueError(f"{what} must be bfloat16 or float32 [R, K], K a multiple of {multiple}, got {found}")
+        raise ValueError(
+            f"{what} must be bfloat16 or float32 [R, K], K a multiple of {multiple}, got {found}"
+        )
 
 
 def words(x: torch.Tensor) -> torch.Tensor:
