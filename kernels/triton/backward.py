@@ -19,7 +19,9 @@ from kernels.triton.codec import COMPILED
 from kernels.triton.grouped_gemm import as_stored, to_bf16
 from kernels.triton.grouping import ExpertGroups
 
-_grouped_mm: Callable[..., torch.Tensor] = getattr(torch.nn.functional, "grouped_mm", None) or torch._grouped_mm
+_grouped_mm: Callable[..., torch.Tensor] = (
+    getattr(torch.nn.functional, "grouped_mm", None) or torch._grouped_mm
+)
 _ROWS = 16  # of a program of `_swiglu_backward`
 
 
@@ -107,7 +109,14 @@ def swiglu_backward(fc1: torch.Tensor, d_act: torch.Tensor, groups: ExpertGroups
     if rows:
         block = min(1024, triton.next_power_of_2(width))
         _swiglu_backward[(triton.cdiv(rows, _ROWS), triton.cdiv(width, block))](
-            fc1, d_act, as_stored(d_fc1), groups.starts, rows, EXPERTS=groups.counts.shape[0], F=width, BLOCK=block
+            fc1,
+            d_act,
+            as_stored(d_fc1),
+            groups.starts,
+            rows,
+            EXPERTS=groups.counts.shape[0],
+            F=width,
+            BLOCK=block,
         )
     return d_fc1
 
@@ -120,7 +129,9 @@ def weight_gradient(
     if dtype is torch.bfloat16:
         gradient = _grouped_mm(d_y.t(), x, offs=groups.starts[1:])
         # What a library leaves for an expert without rows is not relied upon.
-        _clear_empty[(experts, 64)](as_stored(gradient), groups.counts, gradient[0].numel(), BLOCK=4096, PARTS=64)
+        _clear_empty[(experts, 64)](
+            as_stored(gradient), groups.counts, gradient[0].numel(), BLOCK=4096, PARTS=64
+        )
         return gradient
     features, width = d_y.shape[1], x.shape[1]
     gradient = torch.empty(experts, features, width, dtype=torch.float32, device=x.device)

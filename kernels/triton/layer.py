@@ -15,12 +15,13 @@ import torch
 
 from kernels.experts import ExpertWeights
 from kernels.guard import NonFiniteGuard, Operand
-from kernels.quantize import QuantizedTensor
+from kernels.quantize import QuantizedTensor, stored_scales
 from kernels.quantizer_spec import ScaleDomain
 from kernels.spec import Backward, Epilogue, ExecutionSpec
 from kernels.triton import ops
 from kernels.triton.matrix import ExpertMatrix
 from kernels.triton.support import check_layer, check_quantizer
+from kernels.triton.weights import quantize_weight
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,6 +51,25 @@ def check_spec(spec: ExecutionSpec) -> None:
             raise ValueError(
                 f"the Triton layer does not compute {spec.name!r}: {field}={found}, computed is {computed}"
             )
+
+
+def quantize(w13: torch.Tensor, w2: torch.Tensor, spec: ExecutionSpec) -> ExpertWeights:
+    """As `ExpertWeights.quantize`, the same bytes. Waits for the device, to find values that are not finite."""
+    check_spec(spec)
+    assert spec.weight is not None
+    experts, two_ffn, hidden = w13.shape
+    if two_ffn % 2 or w2.shape != (experts, hidden, two_ffn // 2):
+        found = f"{tuple(w13.shape)} and {tuple(w2.shape)}"
+        raise ValueError(f"expert weights must be w13 [E, 2F, H] and w2 [E, H, F], got {found}")
+    stored: dict[str, torch.Tensor] = {}
+    for name, master in (("w13", w13), ("w2", w2)):
+        quantized = quantize_weight(master.detach().bfloat16(), spec.weight, halves=name == "w13")
+        scales = stored_scales(quantized, spec.weight)
+        assert scales is not None and quantized.outer_scales is not None
+        stored[f"{name}.codes"] = quantized.codes
+        stored[f"{name}.block_scales"] = scales
+        stored[f"{name}.outer_scales"] = quantized.outer_scales
+    return ExpertWeights.from_tensors(stored, spec)
 
 
 def prepare(weights: ExpertWeights, spec: ExecutionSpec, *, native: bool = False) -> PreparedExperts:
@@ -111,9 +131,7 @@ def expert_layer(
     check_inputs(x, topk_ids, topk_weights, prepared, spec)
     for name, master, matrix in (("w13", w13, prepared.w13), ("w2", w2, prepared.w2)):
         if tuple(master.shape) != matrix.shape:
-            raise ValueError(
-                f"{name} must be {matrix.shape} as it was prepared, got {tuple(master.shape)}"
-            )
+            raise ValueError(f"{name} must be {matrix.shape} as it was prepared, got {tuple(master.shape)}")
     needed = torch.is_grad_enabled() and any(t.requires_grad for t in (x, topk_weights, w13, w2))
     if not needed:
         return forward(x, topk_ids, topk_weights, prepared, spec, guard).to(x.dtype)
@@ -134,7 +152,9 @@ def check_inputs(
 ) -> None:
     """Raises ValueError for shapes or dtypes that do not fit, and for `prepared` of another spec."""
     if prepared.spec != spec:
-        raise ValueError(f"experts were prepared under {prepared.spec.name!r}, the call asks for {spec.name!r}")
+        raise ValueError(
+            f"experts were prepared under {prepared.spec.name!r}, the call asks for {spec.name!r}"
+        )
     hidden = prepared.w13.shape[2]
     if x.dim() != 2 or x.shape[1] != hidden or x.dtype not in (torch.bfloat16, torch.float32):
         raise ValueError(f"x must be bfloat16 or float32 [T, {hidden}], got {x.dtype} {tuple(x.shape)}")

@@ -165,9 +165,7 @@ def _steps(
     operand = permute_quantize(x, groups, quantizer, packed=packed, decoded=not packed)
     fc1 = x.new_empty((groups.rows, w13.shape[1]), dtype=torch.bfloat16)
     product(operand, w13, groups, out=fc1)
-    inner, act = swiglu_quantize(
-        fc1, groups, quantizer, packed=packed, decoded=not packed, keep_act=keep_act
-    )
+    inner, act = swiglu_quantize(fc1, groups, quantizer, packed=packed, decoded=not packed, keep_act=keep_act)
     fc2 = x.new_empty((groups.rows, w2.shape[1]), dtype=torch.bfloat16)
     product(inner, w2, groups, out=fc2)
     return fc1, act, fc2, count_bad(operand, inner, groups)
@@ -183,7 +181,12 @@ def count_bad(first: GroupedOperand, second: GroupedOperand, groups: ExpertGroup
     counts = torch.zeros(2, experts_, dtype=torch.int64, device=groups.counts.device)
     if groups.rows:
         _count[(experts_, 2)](
-            first.bad.view(torch.uint8), second.bad.view(torch.uint8), groups.starts, groups.counts, counts, BLOCK=4096
+            first.bad.view(torch.uint8),
+            second.bad.view(torch.uint8),
+            groups.starts,
+            groups.counts,
+            counts,
+            BLOCK=4096,
         )
     return counts
 
