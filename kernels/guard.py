@@ -33,15 +33,15 @@ class NonFiniteGuard:
         """bad_rows: bool [R]; experts: int64 [R], the expert of each row, or one for all. Does not wait for the
         device.
         """
-        own = self._own(operand, bad_rows.device)
+        own = self._all(bad_rows.device)[_INDEX[operand]]
         if isinstance(experts, int):
             own[experts] += bad_rows.sum()
         else:
             own.index_add_(0, experts, bad_rows.long())
 
-    def add(self, operand: Operand, counts: torch.Tensor) -> None:
-        """counts: int64 [E], rows counted already. Does not wait for the device."""
-        self._own(operand, counts.device).add_(counts)
+    def add_inputs(self, counts: torch.Tensor) -> None:
+        """counts: int64 [2, E], rows of FC1's and FC2's inputs counted already. Does not wait for the device."""
+        self._all(counts.device)[: len(counts)].add_(counts)
 
     def check(self) -> None:
         """Wait for the device. Raises ValueError when anything was counted; counting starts again at zero."""
@@ -52,11 +52,11 @@ class NonFiniteGuard:
         if self._counts is not None:
             self._counts.zero_()
 
-    def _own(self, operand: Operand, device: torch.device) -> torch.Tensor:
+    def _all(self, device: torch.device) -> torch.Tensor:
         if self._counts is None:
             with torch.inference_mode(False):  # outside of which it will be cleared
                 self._counts = torch.zeros(len(Operand), self.num_experts, dtype=torch.int64, device=device)
-        return self._counts[_INDEX[operand]]
+        return self._counts
 
     def _describe(self, counts: list[list[int]]) -> str:
         parts = []

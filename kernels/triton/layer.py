@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from kernels.experts import ExpertWeights
-from kernels.guard import NonFiniteGuard, Operand
+from kernels.guard import NonFiniteGuard
 from kernels.quantize import QuantizedTensor, stored_scales
 from kernels.quantizer_spec import ScaleDomain
 from kernels.spec import Backward, Epilogue, ExecutionSpec
@@ -179,14 +179,9 @@ def _check_ids(topk_ids: torch.Tensor, prepared: PreparedExperts, guard: NonFini
 
 def _report(bad: torch.Tensor, guard: NonFiniteGuard | None) -> None:
     """bad: int64 [2, E], rows that were not finite of FC1's and FC2's inputs."""
-    if guard is None:
-        guard = NonFiniteGuard(0, bad.shape[1])
-        _add(bad, guard)
-        guard.check()
-    else:
-        _add(bad, guard)
-
-
-def _add(bad: torch.Tensor, guard: NonFiniteGuard) -> None:
-    guard.add(Operand.FC1_INPUT, bad[0])
-    guard.add(Operand.FC2_INPUT, bad[1])
+    if guard is not None:
+        guard.add_inputs(bad)
+        return
+    guard = NonFiniteGuard(0, bad.shape[1])
+    guard.add_inputs(bad)
+    guard.check()

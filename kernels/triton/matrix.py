@@ -125,8 +125,8 @@ def _decode_blocks(codes, scales, decoded, blocks, BLOCKS: tl.constexpr):
 def pack_tiles(codes_ptr, scales_ptr, words_out_ptr, scales_out_ptr, K: tl.constexpr):
     """uint8 codes [E*N, K/2] and block scales [E*N, K/16] -> tiles [E*N/128, K/128], one a program.
 
-    words: int32 [2, 2, 4, 8, 4, 4] of a tile. Word (a, b, w, r, c, d) holds, for the rows 64a + 16w + r and that plus 8,
-    the elements 2c, 2c+1, 2c+8, 2c+9 of block 4b + d: what one thread of a 64x16 FP16 operand holds. Nibble i is
+    words: int32 [2, 2, 4, 8, 4, 4] of a tile. Word (a, b, w, r, c, d) holds, for row 64a + 16w + r and that plus 8, the
+    elements 2c, 2c+1, 2c+8, 2c+9 of block 4b + d: what one thread of a 64x16 FP16 operand holds. Nibble i is
     element i, its signs aside: those stand as `kernels.triton.decode_gemm` wants them.
     scales: uint8 [2, 2, 4, 8, 4, 2], those of block 4b + d of the same two rows.
     """

@@ -1,7 +1,7 @@
 """The layer as PyTorch operators, so that `torch.compile` and CUDA graphs take it as it is.
 
-Weights come as the lists of `ExpertMatrix.tensors`. Each operator has a fake implementation, which gives shapes and types
-only; `experts_for_gradient` has its backward registered, an operator too.
+Weights come as the lists of `ExpertMatrix.tensors`. Each operator has a fake implementation, which gives shapes and
+types only; `experts_for_gradient` has its backward registered, an operator too.
 """
 
 from __future__ import annotations
@@ -178,7 +178,8 @@ def _group_tensors(groups: ExpertGroups) -> list[torch.Tensor]:
 def count_bad(first: GroupedOperand, second: GroupedOperand, groups: ExpertGroups) -> torch.Tensor:
     """int64 [2, E]: rows of each expert that hold values that are not finite."""
     experts_ = groups.counts.shape[0]
-    counts = torch.zeros(2, experts_, dtype=torch.int64, device=groups.counts.device)
+    kind = torch.empty if groups.rows else torch.zeros
+    counts = kind(2, experts_, dtype=torch.int64, device=groups.counts.device)
     if groups.rows:
         _count[(experts_, 2)](
             first.bad.view(torch.uint8),

@@ -1,27 +1,32 @@
 """The expert layer's products and the whole layer on this GPU, beside BF16 and unfused pipelines in the same run.
 
-    PYTHONPATH=. python scripts/bench/kernels.py [--tokens N ...] [--loads balanced zipf hot] [--trace FILE] [--json FILE]
+    PYTHONPATH=. python scripts/bench/kernels.py [--tokens N ...] [--loads L ...] [--trace FILE] [--json FILE]
 
 Shapes are Qwen3-30B-A3B's (hidden 2048, 128 experts top-8, expert FFN 768) unless said otherwise. Ways that are
-compared take turns, since the clock of a GPU under load falls; times are medians, on the device. Kernels that are bound
-by bandwidth alone (quantise, permute, combine): `scripts/bench/quantize.py`.
+compared take turns, since the clock of a GPU under load falls; times are medians. Kernels that are bound by bandwidth
+alone (quantise, permute, combine): `scripts/bench/quantize.py`.
 
 Loads: `balanced`, every expert the same count; `zipf`, experts drawn with weights 1/rank; `hot`, one expert that every
-token takes, the others uniform; `trace`, expert ids from a safetensors file with `topk_ids` [N, k], its rows repeated as
-needed. A balanced timing does not predict a learner's: the table says how many experts get a token.
+token takes, the others uniform; `trace`, expert ids from a safetensors file with `topk_ids` [N, k], its rows repeated
+as needed. A balanced timing does not predict a learner's: the table says how many experts get a token.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
 import torch
-from pipelines import Bf16, Naive, Ours, Problem, Weights, vllm_experts
+
+# Python looks in this file's folder first, where `kernels` would be this file.
+sys.path.append(sys.path.pop(0))
+
+from pipelines import Bf16, OneByOne, Ours, Problem, Unfused, Weights, vllm_experts
 
 from kernels.triton import tuning
 from kernels.triton.backward import weight_gradient
@@ -52,10 +57,14 @@ class Row:
         return f"{self.tokens:>7} {self.load:<9} {self.what:<17} {ours:>8.4g} ms  {self.share:<26} {others}"
 
 
-def medians(calls: dict[str, Call], repeats: int, graphed: bool) -> dict[str, float]:
-    """Milliseconds of each call; they take turns."""
-    inner = 10 if graphed else 1
-    ready = {name: captured(call, inner) if graphed else call for name, call in calls.items()}
+def medians(calls: dict[str, Call], repeats: int, graphed: bool, inner: int = 4) -> dict[str, float]:
+    """Milliseconds of each call; they take turns, `inner` calls at a time, queued so that the host is ahead."""
+    if graphed:
+        inner = 10
+    ready = {
+        name: captured(call, inner) if graphed else partial(repeated, call, inner)
+        for name, call in calls.items()
+    }
     for call in ready.values():
         call()
     times: dict[str, list[float]] = {name: [] for name in ready}
@@ -68,6 +77,11 @@ def medians(calls: dict[str, Call], repeats: int, graphed: bool) -> dict[str, fl
             end.synchronize()
             times[name].append(start.elapsed_time(end) / inner)
     return {name: sorted(own)[repeats // 2] for name, own in times.items()}
+
+
+def repeated(call: Call, times: int) -> None:
+    for _ in range(times):
+        call()
 
 
 def captured(call: Call, inner: int) -> Call:
@@ -163,7 +177,7 @@ def products(problem: Problem, weights: Weights, bytes_s: float, flops_s: float,
 
 def layers(problem: Problem, weights: Weights, flops_s: float, repeats: int) -> list[Row]:
     """The whole layer, forward and, at many tokens, forward and backward."""
-    experts, two_ffn, hidden = weights.w13.shape
+    _, two_ffn, hidden = weights.w13.shape
     operations = 2 * problem.ids.numel() * hidden * two_ffn * 1.5
     ours, plain = Ours(problem, weights), Bf16(problem, weights)
     calls: dict[str, Call] = {"ours": ours.forward, "bf16": plain.forward}
@@ -172,8 +186,11 @@ def layers(problem: Problem, weights: Weights, flops_s: float, repeats: int) -> 
         calls["vllm"] = fused
     few = problem.tokens <= FEW
     if not few:
-        calls["unfused"] = Naive(problem, weights).forward
-    times = medians(calls, repeats, few)
+        calls["unfused"] = Unfused(problem, weights).forward
+    # A graph where the host could be late; larger than that, one would hold too much memory.
+    times = medians(calls, repeats, problem.tokens <= 8192)
+    if not few:
+        times |= medians({"one by one": OneByOne(problem, weights).forward}, 1, False, 1)
     flops = operations / times["ours"] * 1e3
 
     def share(flops: float) -> str:

@@ -14,9 +14,10 @@ from kernels.guard import NonFiniteGuard
 from kernels.triton import layer
 from kernels.triton.backward import Saved, expert_gradients
 from kernels.triton.combine import combine
+from kernels.triton.grouped_gemm import grouped_gemm
 from kernels.triton.grouping import ExpertGroups, group
 from kernels.triton.matrix import ExpertMatrix, _decode
-from kernels.triton.quantize import launch_rows
+from kernels.triton.quantize import GroupedOperand, launch_rows
 
 SPEC = named_spec("minite")
 
@@ -104,9 +105,10 @@ class Bf16:
         )
 
 
-class Naive:
+class OneByOne:
     """Per-tensor scales, each step its own pass, expert after expert: permute; largest magnitude; quantise; decode; a
-    product with FP32 output; outer scales; cast. SwiGLU and the combination in PyTorch's operators.
+    product with FP32 output; outer scales; cast. SwiGLU and the combination in PyTorch's operators. Its many launches
+    keep the host busier than the device.
     """
 
     def __init__(self, problem: Problem, weights: Weights) -> None:
@@ -146,6 +148,37 @@ class Naive:
         slots = torch.empty_like(fc2)
         slots[order] = fc2
         return (slots.view(*own.ids.shape, -1) * own.p[..., None]).sum(1).bfloat16()
+
+
+class Unfused:
+    """The same steps, each a pass over all experts' rows, with one scale for all of them and our grouped product."""
+
+    def __init__(self, problem: Problem, weights: Weights) -> None:
+        self.problem, self.weights = problem, weights
+
+    def _product(self, rows: torch.Tensor, matrix: ExpertMatrix, groups: ExpertGroups) -> torch.Tensor:
+        count, width = rows.shape
+        amax = torch.linalg.vector_norm(rows, torch.inf).float()
+        codes = torch.empty(count, width // 2, dtype=torch.uint8, device="cuda")
+        scales = torch.empty(count, width // 16, dtype=torch.uint8, device="cuda")
+        bad = torch.empty(count, dtype=torch.uint8, device="cuda")
+        outer = amax / 2688
+        launch_rows(rows, codes, scales, outer, bad, amax.view(torch.int32), count)
+        decoded = _decode(codes, scales, (1, count, width))[0]
+        ones = torch.ones(count, dtype=torch.float32, device="cuda")
+        out = torch.empty(count, matrix.shape[1], dtype=torch.bfloat16, device="cuda")
+        grouped_gemm(GroupedOperand(None, None, decoded, ones, bad), matrix, groups, out=out)
+        return out.mul_(outer)
+
+    def forward(self) -> torch.Tensor:
+        own, matrices = self.problem, self.weights.ours
+        groups = group(own.ids, len(self.weights.w13))
+        token = (groups.slot_of_row // own.ids.shape[1]).clamp_(min=0)
+        fc1 = self._product(own.x.index_select(0, token), matrices.w13, groups)
+        gate, up = fc1.chunk(2, dim=1)
+        fc2 = self._product(torch.nn.functional.silu(gate) * up, matrices.w2, groups)
+        slots = fc2.index_select(0, groups.row_of_slot.flatten()).view(*own.ids.shape, -1)
+        return (slots * own.p[..., None]).sum(1).bfloat16()
 
 
 def vllm_experts(problem: Problem | None, weights: Weights) -> Callable[[], object] | None:

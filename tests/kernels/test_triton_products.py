@@ -44,7 +44,11 @@ def make(shape: tuple[int, int, int], ids: list[list[int]], align: int = 128, se
     on_device = QuantizedTensor(
         *(t.to(DEVICE) for t in (weight.codes, weight.block_scales, weight.outer_scales))
     )
-    groups = group(torch.tensor(ids, device=DEVICE).view(len(ids), -1), experts, align)
+    groups = group(
+        torch.tensor(ids, dtype=torch.int64, device=DEVICE).view(len(ids), len(ids[0]) if ids else 2),
+        experts,
+        align,
+    )
     operand = permute_quantize(x.to(DEVICE), groups, SPEC.activation, packed=False, decoded=True)
     return Case(operand, ExpertMatrix.of(on_device, native=False), groups, weight)
 
