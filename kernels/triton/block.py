@@ -12,15 +12,17 @@ import triton.language as tl
 from kernels.triton.codec import (
     INFINITY_BITS,
     ZERO_GROUP_BELOW,
+    bf16_high,
+    bf16_low,
     both_halves,
     e4m3_encode,
     e4m3_to_f16,
     e4m3_to_f32,
+    encode_magnitudes,
     larger_bf16,
-    magnitude_index,
     magnitudes_to_f16,
     multiply_f16,
-    pack_indices,
+    scale_bf16,
     signs_of_bf16,
 )
 
@@ -34,13 +36,6 @@ def load_four(start, mask, ROWS: tl.constexpr, BLOCKS: tl.constexpr):
     w0, w2 = tl.split(even)
     w1, w3 = tl.split(odd)
     return w0, w1, w2, w3
-
-
-@triton.jit
-def largest_of_four_bf16(w0, w1, w2, w3):
-    """Words of BF16 pairs -> a word of the larger magnitudes of each half."""
-    low = larger_bf16(w0 & 0x7FFF7FFF, w1 & 0x7FFF7FFF)
-    return larger_bf16(low, larger_bf16(w2 & 0x7FFF7FFF, w3 & 0x7FFF7FFF))
 
 
 @triton.jit
@@ -70,7 +65,8 @@ def block_scale(block_bits, g, finite):
 
 @triton.jit
 def element_divisor(scale, g):
-    """E4M3 byte and g -> (power, divisor, reciprocal) as `magnitude_index` takes them; 1 where the scale is 0."""
+    """E4M3 byte and g -> (power, divisor, reciprocal): x is divided by divisor / power, and divisor is in
+    [1, 2). That quotient is x where the scale is 0."""
     step = tl.where(scale == 0, 1.0, e4m3_to_f32(scale) * g)
     bits = step.to(tl.uint32, bitcast=True)
     power = ((254 << 23) - (bits & 0x7F800000)).to(tl.float32, bitcast=True)
@@ -81,43 +77,49 @@ def element_divisor(scale, g):
 @triton.jit
 def encode_bf16(w0, w1, w2, w3, power, divisor, reciprocal):
     """Four words of BF16 pairs -> a word of their codes."""
-    i0, i1 = _indices(w0, power, divisor, reciprocal)
-    i2, i3 = _indices(w1, power, divisor, reciprocal)
-    i4, i5 = _indices(w2, power, divisor, reciprocal)
-    i6, i7 = _indices(w3, power, divisor, reciprocal)
-    return pack_indices(i0, i1, i2, i3, i4, i5, i6, i7) | signs_of_bf16(w0, w1, w2, w3)
-
-
-@triton.jit
-def _indices(word, power, divisor, reciprocal):
-    low = ((word << 16) & 0x7FFF0000).to(tl.float32, bitcast=True)
-    high = (word & 0x7FFF0000).to(tl.float32, bitcast=True)
-    return (
-        magnitude_index(low, power, divisor, reciprocal, False),
-        magnitude_index(high, power, divisor, reciprocal, False),
+    a0 = scale_bf16(w0 & 0x7FFF7FFF, power)
+    a1 = scale_bf16(w1 & 0x7FFF7FFF, power)
+    a2 = scale_bf16(w2 & 0x7FFF7FFF, power)
+    a3 = scale_bf16(w3 & 0x7FFF7FFF, power)
+    codes = encode_magnitudes(
+        bf16_low(a0),
+        bf16_high(a0),
+        bf16_low(a1),
+        bf16_high(a1),
+        bf16_low(a2),
+        bf16_high(a2),
+        bf16_low(a3),
+        bf16_high(a3),
+        divisor,
+        reciprocal,
+        False,
     )
+    return codes | signs_of_bf16(w0, w1, w2, w3)
 
 
 @triton.jit
 def encode_f32(w0, w1, w2, w3, w4, w5, w6, w7, power, divisor, reciprocal):
     """Eight words of FP32 numbers -> a word of their codes."""
-    codes = pack_indices(
-        _index(w0, power, divisor, reciprocal),
-        _index(w1, power, divisor, reciprocal),
-        _index(w2, power, divisor, reciprocal),
-        _index(w3, power, divisor, reciprocal),
-        _index(w4, power, divisor, reciprocal),
-        _index(w5, power, divisor, reciprocal),
-        _index(w6, power, divisor, reciprocal),
-        _index(w7, power, divisor, reciprocal),
+    codes = encode_magnitudes(
+        _magnitude(w0) * power,
+        _magnitude(w1) * power,
+        _magnitude(w2) * power,
+        _magnitude(w3) * power,
+        _magnitude(w4) * power,
+        _magnitude(w5) * power,
+        _magnitude(w6) * power,
+        _magnitude(w7) * power,
+        divisor,
+        reciprocal,
+        True,
     )
     low = _sign(w0, 28) | _sign(w1, 24) | _sign(w2, 20) | _sign(w3, 16)
     return codes | low | _sign(w4, 12) | _sign(w5, 8) | _sign(w6, 4) | (w7 & 0x80000000)
 
 
 @triton.jit
-def _index(word, power, divisor, reciprocal):
-    return magnitude_index((word & 0x7FFFFFFF).to(tl.float32, bitcast=True), power, divisor, reciprocal, True)
+def _magnitude(word):
+    return (word & 0x7FFFFFFF).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -145,8 +147,9 @@ def decoded_words(c0, c1, scale, ROWS: tl.constexpr, BLOCKS: tl.constexpr):
 @triton.jit
 def largest_of_block_bf16(w0, w1, w2, w3, w4, w5, w6, w7):
     """The words of blocks of BF16 pairs -> FP32 bits (int32) of their largest magnitudes; NaN is the largest."""
-    pair = larger_bf16(largest_of_four_bf16(w0, w1, w2, w3), largest_of_four_bf16(w4, w5, w6, w7))
-    return (tl.maximum(pair >> 16, pair & 0xFFFF) << 16).to(tl.int32, bitcast=True)
+    low = larger_bf16(larger_bf16(w0, w1), larger_bf16(w2, w3))
+    pair = larger_bf16(low, larger_bf16(larger_bf16(w4, w5), larger_bf16(w6, w7)))
+    return tl.maximum((pair << 16) & 0x7FFF0000, pair & 0x7FFF0000).to(tl.int32, bitcast=True)
 
 
 @triton.jit

@@ -54,10 +54,27 @@ def saturating_fma(a, b, c):
 
 @triton.jit
 def larger_bf16(a, b):
-    """Words of two non-negative BF16 numbers -> the larger of each half; NaN where either is NaN."""
+    """Words of BF16 numbers -> the larger magnitude of each half, with any sign; NaN where either is NaN."""
     if COMPILED:
-        return tl.inline_asm_elementwise("max.NaN.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], tl.uint32, True, 1)
-    return tl.maximum(a & 0xFFFF0000, b & 0xFFFF0000) | tl.maximum(a & 0xFFFF, b & 0xFFFF)
+        return tl.inline_asm_elementwise(
+            "max.NaN.xorsign.abs.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], tl.uint32, True, 1
+        )
+    high = tl.maximum(a & 0x7FFF0000, b & 0x7FFF0000)
+    return high | tl.maximum(a & 0x7FFF, b & 0x7FFF)
+
+
+@triton.jit
+def scale_bf16(word, power):
+    """A word of BF16 numbers times a power of two (float32): exact, unless a product is subnormal."""
+    if COMPILED:
+        factor = power.to(tl.uint32, bitcast=True)
+        factor = factor | (factor >> 16)
+        return tl.inline_asm_elementwise(
+            "mul.rn.bf16x2 $0, $1, $2;", "=r,r,r", [word, factor], tl.uint32, True, 1
+        )
+    low = (bf16_low(word) * power).to(tl.uint32, bitcast=True)
+    high = (bf16_high(word) * power).to(tl.uint32, bitcast=True)
+    return (low >> 16) | (high & 0xFFFF0000)
 
 
 @triton.jit
@@ -184,42 +201,43 @@ def both_halves(bits):
 
 
 @triton.jit
-def magnitude_index(x, power, divisor, reciprocal, DIVIDE: tl.constexpr):
-    """2^23 plus the index of the E2M1 magnitude nearest to fl(x * power / divisor), as float32.
+def append_index(codes, x, divisor, reciprocal, DIVIDE: tl.constexpr):
+    """2^23 + n, float32 -> 2^23 + 16 n + the index of the E2M1 magnitude nearest to fl(x / divisor). 0 <= n < 2^15.
 
-    x: float32 >= 0. power: a power of two, divisor in [1, 2) and reciprocal = fl(1 / divisor), such that x is to be
-    divided by divisor / power. Unless DIVIDE, x must be a BF16 number: the quotient is then the corrected product
-    with the reciprocal (Markstein, "Computation of elementary functions on the IBM RISC System/6000 processor",
-    1990). That can miss the correctly rounded quotient by one unit, but not where it matters: a test goes through
-    every divisor and every significand of x.
+    x: float32 >= 0; divisor in [1, 2), reciprocal = fl(1 / divisor). Unless DIVIDE, x must be a BF16 number: the
+    quotient is then the corrected product with the reciprocal (Markstein, "Computation of elementary functions on the
+    IBM RISC System/6000 processor", 1990). That can miss the correctly rounded quotient by one unit, but not where it
+    matters: a test goes through every divisor and every significand of x.
     """
-    x = x * power
     if COMPILED and not DIVIDE:
         quotient = x * reciprocal
-        quotient = tl.fma(tl.fma(-quotient, divisor, x), reciprocal, quotient)
+        quotient = tl.fma(tl.fma(quotient, 0.0 - divisor, x), reciprocal, quotient)
     else:
         quotient = tl.div_rn(x, divisor)
-    # Steps of 1/2 from 0 to 2, of 1 from 2 to 4, of 2 from 4 to 6. Each piece, mapped to [0, 1], is a whole number
-    # of steps long and even in its end, so that adding the pieces to 2^23 one by one rounds ties to the even index.
+    # Steps of 1/2 from 0 to 2, of 1 from 2 to 4, of 2 from 4 to 6. Each piece, mapped to [0, 1], is a whole and even
+    # number of steps long, so that adding the pieces to an even integer one by one rounds ties to the even index.
     below_2 = saturating_fma(quotient, 0.5, 0.0)
     below_4 = saturating_fma(quotient, 0.5, -1.0)
     below_6 = saturating_fma(quotient, 0.5, -2.0)
-    index = tl.fma(below_2, 4.0, INTEGER)
-    index = tl.fma(below_4, 2.0, index)
-    return index + below_6
+    codes = tl.fma(codes, 16.0, INTEGER - 16.0 * INTEGER)
+    codes = tl.fma(below_2, 4.0, codes)
+    codes = tl.fma(below_4, 2.0, codes)
+    return codes + below_6
 
 
 @triton.jit
-def pack_indices(i0, i1, i2, i3, i4, i5, i6, i7):
-    """Eight results of `magnitude_index` -> a word of codes without signs."""
-    low = tl.fma(_pair(i2, i3) - INTEGER, 256.0, _pair(i0, i1))
-    high = tl.fma(_pair(i6, i7) - INTEGER, 256.0, _pair(i4, i5))
+def encode_magnitudes(x0, x1, x2, x3, x4, x5, x6, x7, divisor, reciprocal, DIVIDE: tl.constexpr):
+    """Eight numbers as `append_index` takes them -> a word of their codes, without signs."""
+    low = tl.full(x0.shape, INTEGER, tl.float32)
+    high = append_index(low, x7, divisor, reciprocal, DIVIDE)
+    low = append_index(low, x3, divisor, reciprocal, DIVIDE)
+    high = append_index(high, x6, divisor, reciprocal, DIVIDE)
+    low = append_index(low, x2, divisor, reciprocal, DIVIDE)
+    high = append_index(high, x5, divisor, reciprocal, DIVIDE)
+    low = append_index(low, x1, divisor, reciprocal, DIVIDE)
+    high = append_index(high, x4, divisor, reciprocal, DIVIDE)
+    low = append_index(low, x0, divisor, reciprocal, DIVIDE)
     return permute_bytes(low.to(tl.uint32, bitcast=True), high.to(tl.uint32, bitcast=True), 0x5410)
-
-
-@triton.jit
-def _pair(low, high):
-    return tl.fma(high - INTEGER, 16.0, low)
 
 
 @triton.jit

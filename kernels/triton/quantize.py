@@ -222,8 +222,10 @@ def finish_tiles(
 ) -> None:
     """From the tokens' scales [T, K/16], g [T] and flags [T] to those of grouped rows; padding is cleared."""
     blocks = scales.shape[1]
+    columns = triton.cdiv(blocks, 4)
+    own = min(32, triton.next_power_of_2(columns))
     unused = scales
-    _finish[(triton.cdiv(groups.rows, 128) * 16,)](
+    _finish[(triton.cdiv(groups.rows, 128), triton.cdiv(columns, own))](
         scales,
         outer,
         bad,
@@ -235,10 +237,10 @@ def finish_tiles(
         unused if result.codes is None else result.codes.view(torch.int32),
         unused if result.decoded is None else result.decoded.view(torch.int32),
         groups.rows,
-        top_k,
         EXPERTS=groups.counts.shape[0],
         BLOCKS=blocks,
-        COLUMNS=triton.next_power_of_2(triton.cdiv(blocks, 4)),
+        COLUMNS=own,
+        TOP_K=top_k,
         PACKED=result.codes is not None,
         DECODED=result.decoded is not None,
         num_warps=4,
@@ -339,55 +341,54 @@ def _finish(
     codes,
     decoded,
     rows,
-    top_k,
     EXPERTS: tl.constexpr,
     BLOCKS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    TOP_K: tl.constexpr,
     PACKED: tl.constexpr,
     DECODED: tl.constexpr,
 ):
-    """Eight rows of a tile of 128, i + 32 j for two i and four j: their scales fill 32 bytes of memory in a column.
-
-    COLUMNS: a power of two, at least BLOCKS / 4. top_k = 0: the scales are those of the grouped rows already.
-    """
-    tile_number = tl.program_id(0) // 16
-    lane = tl.arange(0, 8)
-    row = tile_number * 128 + tl.program_id(0) % 16 * 2 + lane // 4 + lane % 4 * 32
+    """A tile of 128 rows by COLUMNS columns of four blocks. TOP_K = 0: the scales are those of the grouped rows."""
+    tile_number = tl.program_id(0).to(tl.int64)
+    first = tl.program_id(1) * COLUMNS
+    row = tile_number * 128 + tl.arange(0, 128)
     if tile_number * 128 < tl.load(starts + EXPERTS):
         slot = tl.load(slot_of_row + row, mask=row < rows, other=-1)
         routed = slot >= 0
-        if top_k == 0:
-            source = row.to(tl.int64)
+        if TOP_K == 0:
+            source = row
         else:
-            source = (slot // top_k).to(tl.int64)
-        if top_k > 0:
-            g = tl.load(outer + source, mask=routed, other=0.0)
-            tl.store(row_outer + row, g, mask=row < rows)
-            flag = tl.load(bad + source, mask=routed, other=0)
-            tl.store(row_bad + row, flag, mask=row < rows)
+            source = (slot // TOP_K).to(tl.int64)
+            if first == 0:
+                g = tl.load(outer + source, mask=routed, other=0.0)
+                tl.store(row_outer + row, g, mask=row < rows)
+                flag = tl.load(bad + source, mask=routed, other=0)
+                tl.store(row_bad + row, flag, mask=row < rows)
         if PACKED:
-            block = tl.arange(0, COLUMNS * 4)
+            block = first * 4 + tl.arange(0, COLUMNS * 4)
             mask = routed[:, None] & (block < BLOCKS)[None, :]
             found = tl.load(scales + source[:, None] * BLOCKS + block[None, :], mask=mask, other=0)
-            found = tl.permute(tl.reshape(found, (8, COLUMNS, 4)), (1, 0, 2))
-            column = tl.arange(0, COLUMNS)
-            byte = tl.arange(0, 32)
-            tiles = (BLOCKS + 3) // 4
-            base = swizzled + tile_number.to(tl.int64) * (tiles * 512) + tl.program_id(0) % 16 * 32
-            to = base + column[:, None] * 512 + byte[None, :]
-            tl.store(to, tl.reshape(found, (COLUMNS, 32)), mask=(column < tiles)[:, None])
-        if top_k > 0 and tl.min(slot, axis=0) < 0:
-            empty = (slot < 0) & (row < rows)
-            at = row.to(tl.int64)[:, None] * (BLOCKS * 8)
-            if PACKED:
-                _clear(codes + at // 4, empty, BLOCKS * 2, COLUMNS * 8)
-            if DECODED:
-                _clear(decoded + at, empty, BLOCKS * 8, COLUMNS * 32)
+            # [row // 32, row % 32, column, block % 4] -> the order of kernels.swizzle
+            found = tl.permute(tl.reshape(found, (4, 32, COLUMNS, 4)), (2, 1, 0, 3))
+            column = first + tl.arange(0, COLUMNS)
+            to = (tile_number * ((BLOCKS + 3) // 4) + column[:, None]) * 512 + tl.arange(0, 512)[None, :]
+            tl.store(
+                swizzled + to, tl.reshape(found, (COLUMNS, 512)), mask=(column < (BLOCKS + 3) // 4)[:, None]
+            )
+        if TOP_K > 0 and tl.min(slot, axis=0) < 0:
+            for start in range(0, 128, 8):
+                own = tile_number * 128 + start + tl.arange(0, 8)
+                empty = (tl.load(slot_of_row + own, mask=own < rows, other=0) < 0) & (own < rows)
+                if tl.max(empty.to(tl.int32), axis=0) > 0:
+                    if PACKED:
+                        _clear(codes, own, empty, first * 8, BLOCKS * 2, COLUMNS * 8)
+                    if DECODED:
+                        _clear(decoded, own, empty, first * 32, BLOCKS * 8, COLUMNS * 32)
 
 
 @triton.jit
-def _clear(start, rows, WIDTH: tl.constexpr, PADDED: tl.constexpr):
-    """Zeros in WIDTH int32 words from the pointers [8, 1] on, where rows [8]; PADDED: a power of two >= WIDTH."""
-    word = tl.arange(0, PADDED)
-    mask = rows[:, None] & (word < WIDTH)[None, :]
-    tl.store(start + word[None, :], tl.zeros((8, PADDED), tl.int32), mask=mask)
+def _clear(target, row, empty, first, WIDTH: tl.constexpr, COUNT: tl.constexpr):
+    """Zeros in COUNT int32 words from the word `first` on, up to WIDTH, of some rows."""
+    word = first + tl.arange(0, COUNT)
+    mask = empty[:, None] & (word < WIDTH)[None, :]
+    tl.store(target + row[:, None] * WIDTH + word[None, :], tl.zeros((8, COUNT), tl.int32), mask=mask)

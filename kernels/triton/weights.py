@@ -11,9 +11,6 @@ from kernels.quantizer_spec import QuantizerSpec, ScaleDomain
 from kernels.triton.quantize import BLOCK, launch_rows
 from kernels.triton.support import check_quantizer, check_rows, words
 
-# Under `expert`, a matrix is read twice: experts are taken a few at a time, so that the second read finds them in the
-# cache (50 MB and more on the GPUs that this is for).
-_CACHED_BYTES = 24 << 20
 _WORDS_AT_ONCE = 8192
 
 
@@ -40,20 +37,8 @@ def quantize_weight(weight: torch.Tensor, spec: QuantizerSpec, *, halves: bool =
         launch_rows(rows, codes, scales, outer, bad)
     else:
         amax = torch.zeros(experts, dtype=torch.int32, device=weight.device)
-        at_once = max(1, _CACHED_BYTES // (features * width * weight.element_size() or 1))
-        for first in range(0, experts, at_once):
-            some = slice(first, min(first + at_once, experts))
-            own = slice(some.start * features, some.stop * features)
-            _launch_amax(rows[own], amax[some])
-            launch_rows(
-                rows[own],
-                codes[own],
-                scales[own],
-                outer[some],
-                bad[own],
-                amax=amax[some],
-                rows_of_group=features,
-            )
+        _launch_amax(rows, amax)
+        launch_rows(rows, codes, scales, outer, bad, amax=amax, rows_of_group=features)
     _refuse(weight, bad.view(torch.bool).view(experts, features))
     return QuantizedTensor(codes.view(experts, features, -1), scales.view(experts, features, -1), outer)
 

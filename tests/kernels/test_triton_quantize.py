@@ -292,11 +292,12 @@ def _count_differences(counts, DIVISORS: tl.constexpr, X: tl.constexpr):
     divisor = (divisor | 0x3F800000).to(tl.float32, bitcast=True)[:, None]
     reciprocal = tl.div_rn(tl.full((DIVISORS, 1), 1.0, tl.float32), divisor)
     number = tl.arange(0, X)
+    start = tl.full((DIVISORS, X), codec.INTEGER, tl.float32)
     total = 0
     for binade in range(-3, 4):
         x = (((number % 128) << 16) + (127 + binade << 23)).to(tl.float32, bitcast=True)[None, :]
-        fast = codec.magnitude_index(x, 1.0, divisor, reciprocal, False)
-        exact = codec.magnitude_index(x, 1.0, divisor, reciprocal, True)
+        fast = codec.append_index(start, x, divisor, reciprocal, False)
+        exact = codec.append_index(start, x, divisor, reciprocal, True)
         total += tl.sum(tl.sum((fast != exact).to(tl.int32), axis=1), axis=0)
     tl.atomic_add(counts, total)
 
