@@ -121,7 +121,8 @@ def _products(target: int) -> Iterator[Compilation]:
         constants |= {"N": features, "K": width, "BM": tile.rows, "BN": tile.columns, "BK": tile.depth}
         constants |= {"TILE_ROWS": 128, "PROGRAMS": 132, "STAGES": tile.stages, "PARTS": tile.parts}
         needed = _FP4 if native else _WGMMA if target < 100 else _F16
-        name = f"grouped product, {'native' if native else 'emulated'}, K={width}"
+        size = f"{tile.rows}x{tile.columns}x{tile.depth}"
+        name = f"grouped product, {'native' if native else 'emulated'}, K={width}, {size}"
         options = {"num_warps": tile.warps, "num_stages": tile.stages}
         return Compilation(
             name, target, grouped_product, types, constants | {"NATIVE": native}, options, needed
@@ -131,7 +132,8 @@ def _products(target: int) -> Iterator[Compilation]:
         if target >= 100:
             yield grouped(NATIVE[0], True, features, width)
         else:
-            yield grouped(EMULATED[0], False, features, width)
+            for tile in EMULATED[:2]:
+                yield grouped(tile, False, features, width)
     if target >= 100:
         return
     tile = DecodeTile(16)

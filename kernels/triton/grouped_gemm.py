@@ -45,7 +45,7 @@ def grouped_gemm(
     if elements is None:
         raise ValueError(f"the {'native' if native else 'emulated'} product needs the operand's other form")
     check_operand(elements, operand.outer_scales, weight, groups, out, 2 if native else 1)
-    tile = tile or grouped_tile(out.device, features, width, native=native)
+    tile = tile or grouped_tile(out.device, groups.rows, features, width, native=native)
     if groups.align % tile.rows:
         raise ValueError(f"tiles of {tile.rows} rows need groups aligned to that, got {groups.align}")
     if not groups.rows:

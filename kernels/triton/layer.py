@@ -10,8 +10,10 @@ of many rows or of few, in training or in generation.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from kernels.experts import ExpertWeights
 from kernels.guard import NonFiniteGuard
@@ -19,6 +21,8 @@ from kernels.quantize import QuantizedTensor, stored_scales
 from kernels.quantizer_spec import ScaleDomain
 from kernels.spec import Backward, Epilogue, ExecutionSpec
 from kernels.triton import ops
+from kernels.triton.backward import Saved, expert_gradients
+from kernels.triton.grouping import ExpertGroups
 from kernels.triton.matrix import ExpertMatrix
 from kernels.triton.support import check_layer, check_quantizer
 from kernels.triton.weights import quantize_weight
@@ -100,13 +104,11 @@ def forward(
     """
     check_inputs(x, topk_ids, topk_weights, prepared, spec)
     _check_ids(topk_ids, prepared, guard)
-    output, bad = ops.experts(
-        x.detach().to(torch.bfloat16),
-        topk_ids,
-        topk_weights.detach(),
-        prepared.w13.tensors(),
-        prepared.w2.tensors(),
-    )
+    inputs = x.detach().to(torch.bfloat16), topk_ids, topk_weights.detach()
+    if torch.compiler.is_compiling():
+        output, bad = ops.experts(*inputs, prepared.w13.tensors(), prepared.w2.tensors())
+    else:
+        output, bad = ops.run_experts(*inputs, prepared.w13, prepared.w2)
     _report(bad, guard)
     return output
 
@@ -136,11 +138,46 @@ def expert_layer(
     if not needed:
         return forward(x, topk_ids, topk_weights, prepared, spec, guard).to(x.dtype)
     _check_ids(topk_ids, prepared, guard)
-    output, *_, bad = ops.experts_for_gradient(
-        x, topk_ids, topk_weights, w13, w2, prepared.w13.tensors(), prepared.w2.tensors()
-    )
+    inputs = x, topk_ids, topk_weights, w13, w2
+    if torch.compiler.is_compiling():
+        output, *_, bad = ops.experts_for_gradient(*inputs, prepared.w13.tensors(), prepared.w2.tensors())
+    else:
+        output, bad = _ExpertLayer.apply(*inputs, prepared)
     _report(bad, guard)
     return output
+
+
+class _ExpertLayer(torch.autograd.Function):
+    """The operator `experts_for_gradient` and its backward, without the dispatcher's time on the host."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        w13: torch.Tensor,
+        w2: torch.Tensor,
+        prepared: PreparedExperts,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        output, *saved, bad = ops.run_experts_for_gradient(
+            x, topk_ids, topk_weights, prepared.w13, prepared.w2
+        )
+        # The masters are kept by reference and cast again in backward: a BF16 copy of them would cost memory.
+        ctx.save_for_backward(topk_weights, w13, w2, *saved)
+        ctx.mark_non_differentiable(bad)
+        return output, bad
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]  # the decorator hides parameter names
+        ctx: Any, *grad_outputs: torch.Tensor
+    ) -> tuple[torch.Tensor | None, ...]:
+        topk_weights, w13, w2, *saved = ctx.saved_tensors
+        found = expert_gradients(
+            grad_outputs[0], topk_weights, w13, w2, Saved(*saved[:4]), ExpertGroups(*saved[4:])
+        )
+        return found.x, None, found.topk_weights, found.w13, found.w2, None
 
 
 def check_inputs(

@@ -20,6 +20,7 @@ from kernels.triton.combine import combine
 from kernels.triton.decode_gemm import decode_gemm
 from kernels.triton.grouped_gemm import grouped_gemm
 from kernels.triton.grouping import ALIGN, ExpertGroups, capacity, group
+from kernels.triton.grouping_few import MAX_EXPERTS, MAX_SLOTS, group_few
 from kernels.triton.matrix import ExpertMatrix
 from kernels.triton.quantize import GroupedOperand, permute_quantize
 from kernels.triton.swiglu import swiglu_quantize
@@ -40,10 +41,7 @@ def experts(
     inputs that were not finite.
     """
     matrices = ExpertMatrix.from_tensors(list(w13)), ExpertMatrix.from_tensors(list(w2))
-    few = all(m.decodes for m in matrices) and tuning.few_rows(topk_ids.numel(), matrices[0].shape[0])
-    groups = group(topk_ids, matrices[0].shape[0], _ALIGN_FEW if few else ALIGN)
-    steps = _steps(x, groups, *matrices, few=few, keep_act=False)
-    return combine(steps[2], groups, topk_weights, _SPEC), steps[3]
+    return run_experts(x, topk_ids, topk_weights, *matrices)
 
 
 @experts.register_fake
@@ -70,13 +68,11 @@ def experts_for_gradient(
     """As `experts`, x in BF16 or FP32 and the output in its type; between output and counts stand what backward takes:
     x in BF16, the grouped FC1 output, FC2's input and FC2's output, and the fields of `ExpertGroups`.
     """
-    operand = x.to(torch.bfloat16, copy=True)  # an operator's result must not be its argument
-    groups = group(topk_ids, len(master13), ALIGN)
     matrices = ExpertMatrix.from_tensors(list(w13)), ExpertMatrix.from_tensors(list(w2))
-    fc1, act, fc2, bad = _steps(operand, groups, *matrices, few=False, keep_act=True)
-    assert act is not None
-    output = combine(fc2, groups, topk_weights, _SPEC).to(x.dtype)
-    return [output, operand, fc1, act, fc2, *_group_tensors(groups), bad]
+    output, *rest = run_experts_for_gradient(x, topk_ids, topk_weights, *matrices)
+    if rest[0] is x:  # an operator's result must not be its argument
+        rest[0] = x.clone()
+    return [output, *rest]
 
 
 @experts_for_gradient.register_fake
@@ -155,6 +151,28 @@ def _backward(ctx: Any, gradients: list[torch.Tensor | None]) -> tuple[Any, ...]
 experts_for_gradient.register_autograd(_backward, setup_context=_setup)
 
 
+def run_experts(
+    x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, w13: ExpertMatrix, w2: ExpertMatrix
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the operator `experts` does, without the dispatcher's time on the host."""
+    few = w13.decodes and w2.decodes and tuning.few_rows(topk_ids.numel(), w13.shape[0])
+    groups = _group(topk_ids, w13.shape[0], few)
+    _, _, fc2, bad = _steps(x, groups, w13, w2, few=few, keep_act=False)
+    return combine(fc2, groups, topk_weights, _SPEC), bad
+
+
+def run_experts_for_gradient(
+    x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, w13: ExpertMatrix, w2: ExpertMatrix
+) -> list[torch.Tensor]:
+    """What the operator `experts_for_gradient` does; x itself stands among the results if it is BF16."""
+    operand = x.to(torch.bfloat16)
+    groups = group(topk_ids, w13.shape[0], ALIGN)
+    fc1, act, fc2, bad = _steps(operand, groups, w13, w2, few=False, keep_act=True)
+    assert act is not None
+    output = combine(fc2, groups, topk_weights, _SPEC).to(x.dtype)
+    return [output, operand, fc1, act, fc2, *_group_tensors(groups), bad]
+
+
 def _steps(
     x: torch.Tensor, groups: ExpertGroups, w13: ExpertMatrix, w2: ExpertMatrix, *, few: bool, keep_act: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor]:
@@ -169,6 +187,12 @@ def _steps(
     fc2 = x.new_empty((groups.rows, w2.shape[1]), dtype=torch.bfloat16)
     product(inner, w2, groups, out=fc2)
     return fc1, act, fc2, count_bad(operand, inner, groups)
+
+
+def _group(topk_ids: torch.Tensor, num_experts: int, few: bool) -> ExpertGroups:
+    if few and 0 < topk_ids.numel() <= MAX_SLOTS and num_experts <= MAX_EXPERTS:
+        return group_few(topk_ids, num_experts, _ALIGN_FEW)
+    return group(topk_ids, num_experts, _ALIGN_FEW if few else ALIGN)
 
 
 def _group_tensors(groups: ExpertGroups) -> list[torch.Tensor]:

@@ -35,23 +35,24 @@ class DecodeTile:
 
 
 # Measured on an H200; kernels/README.md has the numbers.
-EMULATED = (
-    GroupedTile(128, 256, 64, 4, 8, 2),
-    GroupedTile(128, 256, 64, 3, 8, 1),
-    GroupedTile(128, 128, 64, 3, 4, 2, 2),
-)
+# Two small programs a processor hide each other's epilogue, which is long beside a short K; over a long K with many
+# rows, wide tiles read less.
+_NARROW, _WIDE = GroupedTile(128, 128, 64, 3, 4, 2, 2), GroupedTile(128, 256, 64, 3, 8, 1)
+_SHORT, _MANY = 1024, 200_000  # elements along K; rows
+EMULATED = (_NARROW, _WIDE, GroupedTile(128, 256, 64, 4, 8, 2))
 NATIVE = (GroupedTile(128, 128, 256, 3, 4, 1), GroupedTile(128, 256, 256, 3, 4, 1))
 INTERPRETED = GroupedTile(128, 128, 128, 1, 4, 1)
 
-Key = tuple[str, bool, int, int]
+Key = tuple[str, bool, int, int, int]
 _measured: dict[Key, GroupedTile] = {}
 
 
-def grouped_tile(device: torch.device, columns: int, depth: int, *, native: bool) -> GroupedTile:
-    """For weights [E, columns, depth]: what `measure` found, else the default."""
+def grouped_tile(device: torch.device, rows: int, columns: int, depth: int, *, native: bool) -> GroupedTile:
+    """For so many grouped rows and weights [E, columns, depth]: what `measure` found, else the default."""
     if device.type != "cuda":
         return INTERPRETED
-    return _measured.get(_key(device, columns, depth, native), (NATIVE if native else EMULATED)[0])
+    default = NATIVE[0] if native else _NARROW if depth <= _SHORT or rows < _MANY else _WIDE
+    return _measured.get(_key(device, rows, columns, depth, native), default) if _measured else default
 
 
 def few_rows(slots: int, num_experts: int) -> bool:
@@ -62,11 +63,12 @@ def few_rows(slots: int, num_experts: int) -> bool:
 def decode_tile(slots: int, num_experts: int) -> DecodeTile:
     """For so many token slots: as many rows as most experts have under a balanced load, at least 16."""
     average = slots / num_experts
-    return DecodeTile(16 if average <= 6 else 32 if average <= 20 else 64)
+    return DecodeTile(16 if average <= 10 else 32 if average <= 20 else 64)
 
 
 def measure(
     device: torch.device,
+    rows: int,
     columns: int,
     depth: int,
     run: Callable[[GroupedTile], object],
@@ -77,12 +79,13 @@ def measure(
     candidates: Sequence[GroupedTile] = NATIVE if native else EMULATED
     times = {tile: _median_time(run, tile) for tile in candidates}
     best = min(candidates, key=lambda tile: times[tile])
-    _measured[_key(device, columns, depth, native)] = best
+    _measured[_key(device, rows, columns, depth, native)] = best
     return best
 
 
-def _key(device: torch.device, columns: int, depth: int, native: bool) -> Key:
-    return (torch.cuda.get_device_name(device), native, columns, depth)
+def _key(device: torch.device, rows: int, columns: int, depth: int, native: bool) -> Key:
+    """Numbers of rows within a factor of two share a tile."""
+    return (torch.cuda.get_device_name(device), native, rows.bit_length(), columns, depth)
 
 
 def _median_time(run: Callable[[GroupedTile], object], tile: GroupedTile, repeats: int = 9) -> float:

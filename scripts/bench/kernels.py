@@ -114,7 +114,7 @@ def load_ids(load: str, tokens: int, experts: int, top_k: int, trace: torch.Tens
         ids = trace.repeat(-(-tokens // len(trace)), 1)[:tokens]
     else:
         weights = torch.arange(1, experts + 1).float().reciprocal() if load == "zipf" else torch.ones(experts)
-        # The k largest of log-weights plus Gumbel noise are a draw without replacement (Efraimidis and Spirakis, 2006).
+        # The k largest weights over exponential noise: a draw without replacement (Efraimidis and Spirakis, 2006).
         noise = -torch.rand(tokens, experts, generator=generator).clamp(min=1e-20).log()
         keys = weights / noise
         if load == "hot":
