@@ -136,7 +136,7 @@ def _products(target: int) -> Iterator[Compilation]:
                 yield grouped(tile, False, features, width)
     if target >= 100:
         return
-    tile = DecodeTile(16)
+    few = DecodeTile(16)
     types = {
         "x_ptr": "*fp16",
         "ga_ptr": "*fp32",
@@ -147,9 +147,9 @@ def _products(target: int) -> Iterator[Compilation]:
         "starts_ptr": "*i32",
         "counts_ptr": "*i32",
     }
-    constants = {"N": 2 * FFN, "K": HIDDEN, "BM": tile.rows, "STAGES": tile.stages}
+    constants = {"N": 2 * FFN, "K": HIDDEN, "BM": few.rows, "STAGES": few.stages}
     yield Compilation(
-        "product of few rows", target, decode_product, types, constants, {"num_warps": tile.warps}, _WGMMA
+        "product of few rows", target, decode_product, types, constants, {"num_warps": few.warps}, _WGMMA
     )
     types = {
         "d_y_desc": "tensordesc<bf16[64, 128]>",
@@ -225,7 +225,7 @@ def main(write: Callable[[str], object] = print) -> int:
         write(f"cannot import triton: {error}")
         return 2
     write(f"triton {triton.__version__}, shapes of Qwen3-30B-A3B")
-    table = [("kernel", "target", "tensor core", "copies", "arithmetic", "")]
+    table: list[tuple[str, ...]] = [("kernel", "target", "tensor core", "copies", "arithmetic", "")]
     good = True
     for compilation in compilations():
         evidence = check(compilation)

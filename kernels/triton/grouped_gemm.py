@@ -50,22 +50,19 @@ def grouped_gemm(
         raise ValueError(f"tiles of {tile.rows} rows need groups aligned to that, got {groups.align}")
     if not groups.rows:
         return out
+    depth = tile.depth // 2 if native else tile.depth  # entries of a row of operands
+    a, w = (operand.codes, weight.codes) if native else (operand.decoded, weight.decoded)
+    a_scales = w_scales = None
     if native:
-        assert (
-            operand.block_scales is not None and weight.codes is not None and weight.block_scales is not None
-        )
-        a, w, bytes_a_step = operand.codes, weight.codes, tile.depth // 2
+        assert operand.block_scales is not None and weight.block_scales is not None
         a_scales = _scale_tiles(operand.block_scales, tile.rows, tile.depth, width)
         w_scales = _scale_tiles(weight.block_scales, tile.columns, tile.depth, width)
-    else:
-        a, w, bytes_a_step = operand.decoded, weight.decoded, tile.depth
-        a_scales = w_scales = None
     assert a is not None and w is not None
     programs = _processors(out.device) * tile.programs_per_processor
     grouped_product[(programs,)](
-        TensorDescriptor.from_tensor(a, [tile.rows, bytes_a_step]),
+        TensorDescriptor.from_tensor(a, [tile.rows, depth]),
         a_scales,
-        TensorDescriptor.from_tensor(w.flatten(0, 1), [tile.columns, bytes_a_step]),
+        TensorDescriptor.from_tensor(w.flatten(0, 1), [tile.columns, depth]),
         w_scales,
         operand.outer_scales,
         weight.outer,

@@ -22,7 +22,6 @@ from kernels.quantizer_spec import ScaleDomain
 from kernels.spec import Backward, Epilogue, ExecutionSpec
 from kernels.triton import ops
 from kernels.triton.backward import Saved, expert_gradients
-from kernels.triton.grouping import ExpertGroups
 from kernels.triton.matrix import ExpertMatrix
 from kernels.triton.support import check_layer, check_quantizer
 from kernels.triton.weights import quantize_weight
@@ -175,7 +174,7 @@ class _ExpertLayer(torch.autograd.Function):
     ) -> tuple[torch.Tensor | None, ...]:
         topk_weights, w13, w2, *saved = ctx.saved_tensors
         found = expert_gradients(
-            grad_outputs[0], topk_weights, w13, w2, Saved(*saved[:4]), ExpertGroups(*saved[4:])
+            grad_outputs[0], topk_weights, w13, w2, Saved(*saved[:4]), ops.groups_of(saved[4:])
         )
         return found.x, None, found.topk_weights, found.w13, found.w2, None
 

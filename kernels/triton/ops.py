@@ -20,7 +20,6 @@ from kernels.triton.combine import combine
 from kernels.triton.decode_gemm import decode_gemm
 from kernels.triton.grouped_gemm import grouped_gemm
 from kernels.triton.grouping import ALIGN, ExpertGroups, capacity, group
-from kernels.triton.grouping_few import MAX_EXPERTS, MAX_SLOTS, group_few
 from kernels.triton.matrix import ExpertMatrix
 from kernels.triton.quantize import GroupedOperand, permute_quantize
 from kernels.triton.swiglu import swiglu_quantize
@@ -109,9 +108,8 @@ def experts_backward(
     groups: Sequence[torch.Tensor],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """The gradients of x (in d_output's type), topk_weights and the master weights."""
-    return tuple(
-        expert_gradients(d_output, topk_weights, master13, master2, Saved(*saved), ExpertGroups(*groups))
-    )
+    found = expert_gradients(d_output, topk_weights, master13, master2, Saved(*saved), groups_of(groups))
+    return found.x, found.topk_weights, found.w13, found.w2
 
 
 @experts_backward.register_fake
@@ -156,7 +154,7 @@ def run_experts(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What the operator `experts` does, without the dispatcher's time on the host."""
     few = w13.decodes and w2.decodes and tuning.few_rows(topk_ids.numel(), w13.shape[0])
-    groups = _group(topk_ids, w13.shape[0], few)
+    groups = group(topk_ids, w13.shape[0], _ALIGN_FEW if few else ALIGN)
     _, _, fc2, bad = _steps(x, groups, w13, w2, few=few, keep_act=False)
     return combine(fc2, groups, topk_weights, _SPEC), bad
 
@@ -189,10 +187,10 @@ def _steps(
     return fc1, act, fc2, count_bad(operand, inner, groups)
 
 
-def _group(topk_ids: torch.Tensor, num_experts: int, few: bool) -> ExpertGroups:
-    if few and 0 < topk_ids.numel() <= MAX_SLOTS and num_experts <= MAX_EXPERTS:
-        return group_few(topk_ids, num_experts, _ALIGN_FEW)
-    return group(topk_ids, num_experts, _ALIGN_FEW if few else ALIGN)
+def groups_of(tensors: Sequence[torch.Tensor]) -> ExpertGroups:
+    """The inverse of `_group_tensors`, for groups aligned to ALIGN."""
+    row_of_slot, slot_of_row, starts, counts, tile_expert = tensors
+    return ExpertGroups(row_of_slot, slot_of_row, starts, counts, tile_expert)
 
 
 def _group_tensors(groups: ExpertGroups) -> list[torch.Tensor]:

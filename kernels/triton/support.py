@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection
 from dataclasses import fields, replace
 
 import torch
 
 from kernels.catalogue import named_spec
-from kernels.fields import Specification
 from kernels.quantizer_spec import QuantizerSpec, ScaleDomain
 from kernels.spec import ExecutionSpec
 
+Described = QuantizerSpec | ExecutionSpec
 _NO_BACKEND_FIELDS = ("name", "activation", "weight", "gradient", "epilogue", "backward", "weight_sync")
 
 
-def quantizer_problem(spec: QuantizerSpec, domains: Collection[ScaleDomain]) -> str | None:
+# The answers are kept, since layers ask at every call.
+@functools.cache
+def quantizer_problem(spec: QuantizerSpec, domains: tuple[ScaleDomain, ...]) -> str | None:
     """What keeps the kernels from computing `spec` over one of `domains`; None when nothing does."""
     if spec.outer_domain not in domains:
         return f"outer_domain={spec.outer_domain} is not one of: {', '.join(domains)}"
@@ -24,13 +27,14 @@ def quantizer_problem(spec: QuantizerSpec, domains: Collection[ScaleDomain]) -> 
     return _difference(spec, replace(activation, outer_domain=spec.outer_domain))
 
 
-def check_quantizer(spec: QuantizerSpec, domains: Collection[ScaleDomain]) -> None:
+def check_quantizer(spec: QuantizerSpec, domains: tuple[ScaleDomain, ...]) -> None:
     """Raises ValueError for a quantiser that the kernels do not compute."""
     problem = quantizer_problem(spec, domains)
     if problem is not None:
         raise ValueError(f"the Triton quantiser does not compute this spec: {problem}")
 
 
+@functools.cache
 def layer_problem(spec: ExecutionSpec) -> str | None:
     """What keeps the SwiGLU and the combination from computing `spec`, its quantisers left aside."""
     return _difference(spec, named_spec("minite"), _NO_BACKEND_FIELDS)
@@ -61,7 +65,7 @@ def words(x: torch.Tensor) -> torch.Tensor:
     return x.view(torch.int32)
 
 
-def _difference(found: Specification, computed: Specification, left_out: Collection[str] = ()) -> str | None:
+def _difference(found: Described, computed: Described, left_out: Collection[str] = ()) -> str | None:
     for entry in fields(found):
         own, wanted = getattr(found, entry.name), getattr(computed, entry.name)
         if entry.name not in left_out and own != wanted:

@@ -13,7 +13,6 @@ from kernels.quantize import QuantizedTensor, decode, quantize_weight
 from kernels.triton.decode_gemm import decode_gemm
 from kernels.triton.grouped_gemm import grouped_gemm
 from kernels.triton.grouping import ExpertGroups, group
-from kernels.triton.grouping_few import group_few
 from kernels.triton.matrix import ExpertMatrix
 from kernels.triton.quantize import GroupedOperand, permute_quantize
 from kernels.triton.tuning import EMULATED, DecodeTile, GroupedTile
@@ -89,17 +88,6 @@ def test_product_of_few_rows_has_the_bits_of_the_grouped_one(shape: tuple[int, i
     assert torch.equal(
         out[few.groups.row_of_slot.flatten().long()], expected[many.groups.row_of_slot.flatten().long()]
     )
-
-
-@pytest.mark.parametrize(("tokens", "experts", "top_k"), [(1, 1, 1), (7, 5, 3), (33, 20, 8), (128, 128, 8)])
-def test_few_slots_are_grouped_alike(tokens: int, experts: int, top_k: int) -> None:
-    """Expert 0 gets none; an id that does not exist gets no row."""
-    generator = torch.Generator().manual_seed(tokens)
-    ids = torch.rand(tokens, max(experts, top_k), generator=generator).topk(top_k).indices.to(DEVICE)
-    ids = torch.where(ids == 0, experts, ids)
-    found, expected = group_few(ids, experts, 16), group(ids, experts, 16)
-    for name in ("row_of_slot", "slot_of_row", "starts", "counts", "tile_expert"):
-        assert torch.equal(getattr(found, name), getattr(expected, name)), name
 
 
 def test_decoded_weights() -> None:
