@@ -2,8 +2,9 @@
 
     PYTHONPATH=. python scripts/bench/quantize.py [--tokens N] [--hidden N] [--ffn N] [--experts N] [--top-k N]
 
-Bytes are those that have to move once: inputs read, outputs written. `copy` is a device copy of 4 GiB. The unfused
-way permutes the BF16 rows with `torch.index_select` and quantises all of them with the same quantiser.
+Bytes are those that have to move once: inputs read, outputs written. Times are those of a CUDA graph's replay. `copy`
+is a device copy of 4 GiB. The unfused way permutes the BF16 rows with `torch.index_select` and quantises all of
+them with the same quantiser.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from kernels.triton.combine import combine
 from kernels.triton.grouping import ExpertGroups, group
 from kernels.triton.quantize import GroupedOperand, launch_rows, permute_quantize
 from kernels.triton.swiglu import swiglu_quantize
-from kernels.triton.weights import quantize_weight
+from kernels.triton.weights import quantize_and_flag
 
 Call = Callable[[], object]
 
@@ -41,16 +42,21 @@ class Case:
 
 
 def milliseconds(call: Call, repeats: int = 20) -> float:
-    """The median of `repeats` calls, on the device."""
+    """The median of `repeats` replays of a CUDA graph of the call, so that the host's time does not count."""
     for _ in range(3):
         call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    graph.replay()
     events = [
         (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats)
     ]
     torch.cuda.synchronize()
     for start, end in events:
         start.record()
-        call()
+        graph.replay()
         end.record()
     torch.cuda.synchronize()
     return sorted(start.elapsed_time(end) for start, end in events)[repeats // 2]
@@ -160,7 +166,7 @@ def cases(shape: Shape) -> list[Case]:
             Case(
                 f"quantise w13, outer scale per {name}",
                 moved,
-                lambda weight=weight: quantize_weight(w13, weight),
+                lambda weight=weight: quantize_and_flag(w13, weight),
             )
         )
     return found
