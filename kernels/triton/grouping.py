@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 ALIGN = 128
-_CHUNK = 128  # slots that one program ranks against each other
+_CHUNK = 32  # slots that one program ranks against each other
 _SCAN = 1024
 _TILES = 64  # tiles whose expert one program finds
 
@@ -79,7 +79,7 @@ def group(topk_ids: torch.Tensor, num_experts: int, align: int = ALIGN) -> Exper
     ranks, before = ints(slots), torch.zeros(num_experts, chunks, dtype=torch.int32, device=device)
     ids = topk_ids.contiguous()
     if slots:
-        _rank[(chunks,)](ids, ranks, before, slots, num_experts, chunks, CHUNK=_CHUNK, num_warps=4)
+        _rank[(chunks,)](ids, ranks, before, slots, num_experts, chunks, CHUNK=_CHUNK, num_warps=1)
     _scan[(num_experts,)](before, groups.counts, chunks, BLOCK=_SCAN, num_warps=4)
     _offsets[(max(1, -(-tiles // _TILES)),)](
         groups.counts,

@@ -30,18 +30,22 @@ from kernels.triton.quantize import BLOCK, GroupedOperand, empty_operand, finish
 from kernels.triton.support import check_quantizer, words
 
 _MINUS_LOG2_E = tl.constexpr(-1.4426950408889634)
-_LESS = tl.constexpr(1 - 2**-17)  # more than the relative error of silu for gates above -87
+_LESS = tl.constexpr(1 - 2**-17)  # more than the relative error of silu where that is above 2^-119
 _MORE = tl.constexpr(1 + 2**-17)
-_TINY = tl.constexpr(2.0**-110)  # lost beside any product for which the relative error is a statement
+_TINY = tl.constexpr(2.0**-100)  # smaller products are looked up; in the assembly below as two BF16 numbers
 
 # $0: a word of products; $1, $2: what they are between, rounded; $3, $4: words of gates and ups; $5: the table.
 _LOOK_UP = tl.constexpr("""{
-    .reg .pred same;
+    .reg .pred unsure, tiny;
     .reg .b32 low, high, up_low, up_high;
     .reg .b64 at_low, at_high;
     mov.b32 $0, $1;
-    setp.eq.b32 same, $1, $2;
-    @same bra done;
+    and.b32 low, $1, 0x7FFF7FFF;
+    mov.b32 high, 0x0D800D80;
+    setp.lt.bf16x2 unsure|tiny, low, high;
+    or.pred unsure, unsure, tiny;
+    setp.ne.or.b32 unsure, $1, $2, unsure;
+    @!unsure bra done;
     and.b32 low, $3, 0xFFFF;
     shr.u32 high, $3, 16;
     mad.wide.u32 at_low, low, 4, $5;
@@ -127,15 +131,15 @@ def _swiglu_word(gate, up, table):
     """Words of gates and ups -> a word of silu(gate) * up."""
     low = _silu(bf16_low(gate)) * bf16_low(up)
     high = _silu(bf16_high(gate)) * bf16_high(up)
-    # Rounding is monotone: where both ends of the interval round alike, so does all between. Where silu vanishes,
-    # because its gate is below -87, or the product is too small for a relative error, the ends differ.
+    # Rounding is monotone: where both ends of the interval round alike, so does all between. Tiny products, among
+    # them those whose gate is below -87 and whose silu vanishes here, have no small relative error.
     less = pack_bf16(low * _LESS, high * _LESS)
-    more = pack_bf16(tl.fma(low, _MORE, _TINY), tl.fma(high, _MORE, _TINY))
+    more = pack_bf16(low * _MORE, high * _MORE)
     if COMPILED:
         return tl.inline_asm_elementwise(
             _LOOK_UP, "=&r,r,r,r,r,l", [less, more, gate, up, table.to(tl.int64)], tl.uint32, True, 1
         )
-    unsure = less != more
+    unsure = (less != more) | (tl.minimum(tl.abs(low), tl.abs(high)) < _TINY)
     low = tl.load(table + (gate & 0xFFFF).to(tl.int32), mask=unsure, other=0.0) * bf16_low(up)
     high = tl.load(table + (gate >> 16).to(tl.int32), mask=unsure, other=0.0) * bf16_high(up)
     return tl.where(unsure, pack_bf16(low, high), less)

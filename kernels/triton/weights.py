@@ -22,6 +22,15 @@ def quantize_weight(weight: torch.Tensor, spec: QuantizerSpec, *, halves: bool =
     find values that are not finite. Raises ValueError for these, for specs other than `minite`'s and
     `minite_expert`'s, for another shape or type, and for E = 0.
     """
+    quantized, bad = quantize_and_flag(weight, spec)
+    _refuse(weight, bad)
+    return quantized
+
+
+def quantize_and_flag(weight: torch.Tensor, spec: QuantizerSpec) -> tuple[QuantizedTensor, torch.Tensor]:
+    """As `quantize_weight` without waiting for the device; and bool [E, N], whether the outer group of that feature
+    holds values that are not finite.
+    """
     check_quantizer(spec, (ScaleDomain.ROW, ScaleDomain.EXPERT))
     if weight.dim() != 3 or len(weight) == 0:
         raise ValueError(f"a weight must be [E, N, K] with E >= 1, got {tuple(weight.shape)}")
@@ -33,14 +42,14 @@ def quantize_weight(weight: torch.Tensor, spec: QuantizerSpec, *, halves: bool =
     scales = torch.empty(len(rows), width // BLOCK, dtype=torch.uint8, device=weight.device)
     outer = torch.empty(experts, 1 if shared else features, dtype=torch.float32, device=weight.device)
     bad = torch.empty(len(rows), dtype=torch.uint8, device=weight.device)
-    if not shared:
-        launch_rows(rows, codes, scales, outer, bad)
-    else:
+    if shared:
         amax = torch.zeros(experts, dtype=torch.int32, device=weight.device)
         _launch_amax(rows, amax)
         launch_rows(rows, codes, scales, outer, bad, amax=amax, rows_of_group=features)
-    _refuse(weight, bad.view(torch.bool).view(experts, features))
-    return QuantizedTensor(codes.view(experts, features, -1), scales.view(experts, features, -1), outer)
+    else:
+        launch_rows(rows, codes, scales, outer, bad)
+    quantized = QuantizedTensor(codes.view(experts, features, -1), scales.view(experts, features, -1), outer)
+    return quantized, bad.view(torch.bool).view(experts, features)
 
 
 def _refuse(weight: torch.Tensor, bad: torch.Tensor) -> None:
