@@ -33,16 +33,15 @@ class NonFiniteGuard:
         """bad_rows: bool [R]; experts: int64 [R], the expert of each row, or one for all. Does not wait for the
         device.
         """
-        if self._counts is None:
-            with torch.inference_mode(False):  # outside of which it will be cleared
-                self._counts = torch.zeros(
-                    len(Operand), self.num_experts, dtype=torch.int64, device=bad_rows.device
-                )
-        own = self._counts[_INDEX[operand]]
+        own = self._all(bad_rows.device)[_INDEX[operand]]
         if isinstance(experts, int):
             own[experts] += bad_rows.sum()
         else:
             own.index_add_(0, experts, bad_rows.long())
+
+    def add_inputs(self, counts: torch.Tensor) -> None:
+        """counts: int64 [2, E], rows of FC1's and FC2's inputs counted already. Does not wait for the device."""
+        self._all(counts.device)[: len(counts)].add_(counts)
 
     def check(self) -> None:
         """Wait for the device. Raises ValueError when anything was counted; counting starts again at zero."""
@@ -52,6 +51,12 @@ class NonFiniteGuard:
         """Forget what was counted."""
         if self._counts is not None:
             self._counts.zero_()
+
+    def _all(self, device: torch.device) -> torch.Tensor:
+        if self._counts is None:
+            with torch.inference_mode(False):  # outside of which it will be cleared
+                self._counts = torch.zeros(len(Operand), self.num_experts, dtype=torch.int64, device=device)
+        return self._counts
 
     def _describe(self, counts: list[list[int]]) -> str:
         parts = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from kernels.precision_map import PrecisionMap
@@ -13,6 +14,11 @@ class EngineReport:
 
     engine: str
     precision_map: PrecisionMap
-    backend: str  # which implementation of the specs, e.g. "reference"
+    backend: str  # which implementations of the specs, e.g. "reference"
     expert_layers: int  # layers whose experts this package computes
     expert_calls: int  # forward calls of those layers since the engine started
+
+
+def names(backends: Iterable[str]) -> str:
+    """The back ends of all layers, each named once, in the order of the first layer that has it."""
+    return ", ".join(dict.fromkeys(backends))

@@ -12,11 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from kernels.autograd import expert_layer
+from kernels import backends
 from kernels.experts import ExpertWeights
 from kernels.guard import NonFiniteGuard
 from kernels.quantizer_spec import Rounding
-from kernels.reference import PreparedExperts, prepare
 from kernels.routing import sort_slots
 from kernels.spec import ExecutionSpec
 from learner.megatron_api import (
@@ -110,7 +109,7 @@ class Experts(MegatronModule):
         self.weight2 = nn.Parameter(torch.empty(num_local_experts, hidden, ffn, dtype=dtype))
         self.guard = NonFiniteGuard(layer, num_local_experts)
         self.calls = 0  # of forward
-        self._snapshot: tuple[tuple[int, ...], ExpertWeights, PreparedExperts] | None = None
+        self._snapshot: tuple[tuple[int, ...], ExpertWeights, Any] | None = None
 
     def forward(
         self, hidden_states: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor
@@ -121,7 +120,7 @@ class Experts(MegatronModule):
         """
         self.calls += 1
         prepared = self._current()[1]
-        output = expert_layer(
+        output = self._kernels(self.execution_spec).expert_layer(
             hidden_states,
             topk_ids,
             topk_weights,
@@ -140,7 +139,7 @@ class Experts(MegatronModule):
         """
         if spec == self.execution_spec:
             return self._current()[0]
-        return ExpertWeights.quantize(self.weight1, self.weight2, spec)
+        return self._kernels(spec).quantize(self.weight1, self.weight2, spec)
 
     def _seed(self) -> int | None:
         gradient = self.execution_spec.gradient
@@ -148,12 +147,21 @@ class Experts(MegatronModule):
             return None
         return int(torch.randint(2**62, ()))
 
-    def _current(self) -> tuple[ExpertWeights, PreparedExperts]:
+    @property
+    def backend(self) -> str:
+        """The name of what computes `forward`."""
+        return self._kernels(self.execution_spec).name
+
+    def _kernels(self, spec: ExecutionSpec) -> backends.ExpertKernels:
+        return backends.choose(spec, self.weight1.device)
+
+    def _current(self) -> tuple[ExpertWeights, Any]:
         # Every in-place write raises a tensor's version, and moving a parameter changes its address. Writes
         # through `.data` would go unseen; nothing here makes any.
         masters = (self.weight1, self.weight2)
         version = tuple(number for w in masters for number in (w._version, w.data_ptr()))
         if self._snapshot is None or self._snapshot[0] != version:
-            weights = ExpertWeights.quantize(*masters, self.execution_spec)
-            self._snapshot = (version, weights, prepare(weights, self.execution_spec))
+            kernels = self._kernels(self.execution_spec)
+            weights = kernels.quantize(*masters, self.execution_spec)
+            self._snapshot = (version, weights, kernels.prepare(weights, self.execution_spec))
         return self._snapshot[1:]

@@ -10,7 +10,7 @@ import torch
 
 from kernels.experts import wire_name
 from kernels.precision_map import PrecisionMap
-from kernels.report import EngineReport
+from kernels.report import EngineReport, names
 from kernels.routing import NO_ROUTE
 from learner import convert
 from learner.batch import Totals, TrainBatch, cut
@@ -171,7 +171,7 @@ class Policy(Trainable):
         return EngineReport(
             engine="megatron",
             precision_map=self.precision_map,
-            backend="reference",
+            backend=names(layer.backend for layer in experts),
             expert_layers=len(experts),
             expert_calls=sum(layer.calls for layer in experts),
         )

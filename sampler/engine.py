@@ -14,7 +14,7 @@ import torch
 
 from kernels.guard import check_guards
 from kernels.precision_map import PrecisionMap
-from kernels.report import EngineReport
+from kernels.report import EngineReport, names
 from sampler.config import SamplerConfig, SamplingConfig
 from sampler.environment import vllm_environment
 from sampler.model_check import BLOCK_SIZE, check_model
@@ -203,7 +203,7 @@ class Sampler:
         return EngineReport(
             engine="vllm",
             precision_map=PrecisionMap(tuple(self._experts[layer].spec for layer in sorted(self._experts))),
-            backend="reference",
+            backend=names(method.backend for method in self._experts.values()),
             expert_layers=len(self._experts),
             expert_calls=sum(method.calls for method in self._experts.values()),
         )

@@ -14,11 +14,10 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.model_executor.utils import set_weight_attrs
 
-from kernels import reference
+from kernels import backends
 from kernels.experts import ExpertWeights
 from kernels.guard import NonFiniteGuard
 from kernels.precision_map import PrecisionMap
-from kernels.reference import PreparedExperts
 from kernels.routing import sort_slots
 from kernels.spec import ExecutionSpec
 
@@ -66,7 +65,7 @@ class MiniteConfig(QuantizationConfig):
 
 
 class ExpertMethod(FusedMoEMethodBase):
-    """The experts of layer number `index`, computed by `kernels.reference` under `spec`.
+    """The experts of layer number `index`, computed under `spec` by the back end for their device.
 
     The layer's parameters are the tensors of `weights`, the same storage. guard: to be checked before anything
     that `apply` computed is used. chosen: integer [T, k], the experts of the last `apply`, by descending coefficient.
@@ -79,7 +78,7 @@ class ExpertMethod(FusedMoEMethodBase):
         self.weights: ExpertWeights | None = None  # once the checkpoint is loaded
         self.calls = 0  # of apply
         self.chosen = torch.empty(0, moe.experts_per_token, dtype=torch.int64)
-        self._prepared: PreparedExperts | None = None
+        self._prepared: Any = None
 
     def create_weights(
         self,
@@ -110,7 +109,7 @@ class ExpertMethod(FusedMoEMethodBase):
         loaded = layer.w13_weight, layer.w2_weight
         if not all(weight.isfinite().all() for weight in loaded):
             raise ValueError(f"{layer.layer_name}: the checkpoint lacks experts, or they are not finite")
-        self.weights = ExpertWeights.quantize(*loaded, self.spec)
+        self.weights = self._kernels(loaded[0].device).quantize(*loaded, self.spec)
         del layer.w13_weight, layer.w2_weight
         for part, tensor in self.weights.tensors().items():
             layer.register_parameter(part.replace(".", "_"), nn.Parameter(tensor, requires_grad=False))
@@ -130,13 +129,24 @@ class ExpertMethod(FusedMoEMethodBase):
     ) -> torch.Tensor:
         """x [T, H], float32 [T, k], integer [T, k] -> [T, H] in x.dtype."""
         self.calls += 1
+        kernels = self._kernels(x.device)
         if self._prepared is None:
             assert self.weights is not None, f"{layer.layer_name} is not loaded"
-            self._prepared = reference.prepare(self.weights, self.spec)
+            self._prepared = kernels.prepare(self.weights, self.spec)
         ids, coefficients = sort_slots(topk_ids, topk_weights)
         self.chosen = ids
-        output = reference.forward(x, ids, coefficients, self._prepared, self.spec, self.guard)
+        output = kernels.forward(x, ids, coefficients, self._prepared, self.spec, self.guard)
         return output.to(x.dtype)
+
+    @property
+    def backend(self) -> str:
+        """The name of what computes `apply`, once the weights are loaded."""
+        assert self.weights is not None
+        device = next(iter(self.weights.tensors().values())).device
+        return self._kernels(device).name
+
+    def _kernels(self, device: torch.device) -> backends.ExpertKernels:
+        return backends.choose(self.spec, device)
 
     def get_fused_moe_quant_config(self, layer: RoutedExperts) -> None:
         return None

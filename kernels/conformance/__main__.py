@@ -25,7 +25,9 @@ from kernels.spec import ExecutionSpec
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m kernels.conformance", usage="%(prog)s [options]")
-    parser.add_argument("--backend", metavar="NAME", help="reference (default), or module:attribute")
+    parser.add_argument(
+        "--backend", metavar="NAME", help="reference (default), triton_emulated, or module:attribute"
+    )
     parser.add_argument("--quantizer", metavar="MODULE:ATTRIBUTE", help="an Adapter, or a function, instead")
     parser.add_argument(
         "--spec",

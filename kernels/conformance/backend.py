@@ -120,7 +120,12 @@ class Subject:
         )
 
 
-BACKENDS: Mapping[str, str] = MappingProxyType({"reference": "kernels.conformance.reference_backend:BACKEND"})
+BACKENDS: Mapping[str, str] = MappingProxyType(
+    {
+        "reference": "kernels.conformance.reference_backend:BACKEND",
+        "triton_emulated": "kernels.conformance.triton_backend:BACKEND",
+    }
+)
 
 
 def named_backend(name: str) -> Backend:

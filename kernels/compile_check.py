@@ -1,0 +1,241 @@
+"""What the Triton kernels compile to, without a GPU.
+
+    python -m kernels.compile_check
+
+compiles them for sm_90a (Hopper), sm_100a and sm_103a (Blackwell) down to machine code, and prints a table of the
+instructions found in the PTX. Exit status: 0, 1 when one that is needed is missing or one that must not be is there, 2
+where Triton cannot be used.
+
+The quantisers must divide with `div.rn`, never `div.full`, and must not fuse a product and a sum that are written
+apart: more fused multiply-adds in the PTX than in the LLVM code, where the written ones stand by name, mean that.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+TARGETS = (90, 100, 103)
+HIDDEN, FFN, TOP_K, EXPERTS = 2048, 768, 8, 128  # Qwen3-30B-A3B
+
+_WGMMA = r"wgmma\.mma_async"
+_FP4 = r"tcgen05\.mma\S*kind::mxf4nvf4\S*block_scale"
+_F16 = r"tcgen05\.mma\S*kind::f16"
+
+
+@dataclass(frozen=True)
+class Compilation:
+    """One kernel for one target: argument types and constants, as `triton.compile` takes them."""
+
+    name: str
+    target: int
+    kernel: Any
+    types: dict[str, str]
+    constants: dict[str, Any]
+    options: dict[str, Any]
+    needed: str | None = None  # instruction that the PTX must hold
+    exact: bool = False  # whether its arithmetic must stand as it is written
+
+
+@dataclass(frozen=True)
+class Evidence:
+    compilation: Compilation
+    found: dict[str, int]  # occurrences in the PTX
+    fused: int  # multiply-adds beyond those written
+
+    @property
+    def passed(self) -> bool:
+        needed = self.compilation.needed
+        present = needed is None or self.found["needed"] > 0
+        return present and not (self.compilation.exact and (self.found["div.full"] or self.fused))
+
+
+def check(compilation: Compilation) -> Evidence:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    names = compilation.kernel.arg_names
+    signature = {name: compilation.types.get(name, "constexpr") for name in names}
+    constants = {(names.index(name),): value for name, value in compilation.constants.items()}
+    aligned = {
+        (names.index(name),): [["tt.divisibility", 16]]
+        for name, kind in compilation.types.items()
+        if kind.startswith("*")
+    }
+    source = ASTSource(compilation.kernel, signature, constants, aligned)
+    target = GPUTarget("cuda", compilation.target, 32)
+    compiled = triton.compile(source, target=target, options=compilation.options)
+    ptx, llvm = compiled.asm["ptx"], compiled.asm["llir"]
+    assert compiled.asm["cubin"]
+    counted = {
+        "needed": compilation.needed or "$^",
+        "div.full": r"div\.full",
+        "div.rn": r"div\.rn\.f32",
+        "bulk copies": r"cp\.async\.bulk\.tensor",
+        "scale copies": r"tcgen05\.cp",
+    }
+    found = {name: len(re.findall(pattern, ptx)) for name, pattern in counted.items()}
+    written = len(re.findall(r"call[^\n]*@llvm\.(?:nvvm\.)?fma", llvm)) + len(
+        re.findall(r"fma\.rn\.sat", ptx)
+    )
+    return Evidence(compilation, found, len(re.findall(r"\bfma\.rn", ptx)) - written)
+
+
+def compilations() -> Iterator[Compilation]:
+    for target in TARGETS:
+        yield from _products(target)
+        yield from _quantisers(target)
+
+
+def _products(target: int) -> Iterator[Compilation]:
+    from kernels.triton.backward import _weight_gradient
+    from kernels.triton.decode_gemm import decode_product
+    from kernels.triton.grouped_gemm import grouped_product
+    from kernels.triton.tuning import EMULATED, NATIVE, DecodeTile, GroupedTile
+
+    pointers = {
+        "ga_ptr": "*fp32",
+        "gb_ptr": "*fp32",
+        "tile_expert_ptr": "*i32",
+        "starts_ptr": "*i32",
+        "E": "i32",
+    }
+
+    def grouped(tile: GroupedTile, native: bool, features: int, width: int) -> Compilation:
+        element, depth = ("u8", tile.depth // 2) if native else ("fp16", tile.depth)
+        types = pointers | {
+            "a_desc": f"tensordesc<{element}[{tile.rows}, {depth}]>",
+            "w_desc": f"tensordesc<{element}[{tile.columns}, {depth}]>",
+            "out_desc": f"tensordesc<bf16[{tile.rows}, {tile.columns // tile.parts}]>",
+        }
+        constants: dict[str, Any] = {"a_scales_desc": None, "w_scales_desc": None}
+        if native:
+            for name, rows in (("a_scales_desc", tile.rows), ("w_scales_desc", tile.columns)):
+                types[name] = f"tensordesc<fp8e4nv[1, {rows // 128}, {tile.depth // 64}, 2, 256]>"
+            constants = {}
+        constants |= {"N": features, "K": width, "BM": tile.rows, "BN": tile.columns, "BK": tile.depth}
+        constants |= {"TILE_ROWS": 128, "PROGRAMS": 132, "STAGES": tile.stages, "PARTS": tile.parts}
+        needed = _FP4 if native else _WGMMA if target < 100 else _F16
+        size = f"{tile.rows}x{tile.columns}x{tile.depth}"
+        name = f"grouped product, {'native' if native else 'emulated'}, K={width}, {size}"
+        options = {"num_warps": tile.warps, "num_stages": tile.stages}
+        return Compilation(
+            name, target, grouped_product, types, constants | {"NATIVE": native}, options, needed
+        )
+
+    for features, width in ((2 * FFN, HIDDEN), (HIDDEN, FFN)):
+        if target >= 100:
+            yield grouped(NATIVE[0], True, features, width)
+        else:
+            for tile in EMULATED[:2]:
+                yield grouped(tile, False, features, width)
+    if target >= 100:
+        return
+    few = DecodeTile(16)
+    types = {
+        "x_ptr": "*fp16",
+        "ga_ptr": "*fp32",
+        "words_ptr": "*i32",
+        "scales_ptr": "*fp8e4nv",
+        "gb_ptr": "*fp32",
+        "out_ptr": "*bf16",
+        "starts_ptr": "*i32",
+        "counts_ptr": "*i32",
+    }
+    constants = {"N": 2 * FFN, "K": HIDDEN, "BM": few.rows, "STAGES": few.stages}
+    yield Compilation(
+        "product of few rows", target, decode_product, types, constants, {"num_warps": few.warps}, _WGMMA
+    )
+    types = {
+        "d_y_desc": "tensordesc<bf16[64, 128]>",
+        "x_desc": "tensordesc<bf16[64, 256]>",
+        "gradient": "*fp32",
+        "starts": "*i32",
+    }
+    constants = {"N": HIDDEN, "K": FFN, "BN": 128, "BK": 256, "ROWS": 64, "STAGES": 4}
+    yield Compilation("weight gradient", target, _weight_gradient, types, constants, {"num_warps": 8}, _WGMMA)
+
+
+def _quantisers(target: int) -> Iterator[Compilation]:
+    from kernels.triton import combine, quantize, swiglu
+
+    rows, strict = "i32", {"num_warps": 1, "enable_fp_fusion": False}
+    pointers = {
+        "x": "*i32",
+        "codes": "*i32",
+        "decoded": "*i32",
+        "scales": "*u8",
+        "outer": "*fp32",
+        "bad": "*u8",
+    }
+    constants: dict[str, Any] = {"BLOCKS": HIDDEN // 16, "PADDED": HIDDEN // 16, "ROWS": 1, "BF16": True}
+    constants |= {"SHARED": False, "PACKED": True, "DECODED": target < 100}
+    for name, top_k in (("quantise rows", 0), ("permute and quantise", TOP_K)):
+        types = pointers | {"amax": "*u8", "row_of_slot": "*i32", "rows": rows, "rows_of_group": rows}
+        yield Compilation(
+            name, target, quantize._quantize, types, constants | {"TOP_K": top_k}, strict, None, True
+        )
+    pointers = {
+        "fc1": "*i32",
+        "table": "*fp32",
+        "codes": "*i32",
+        "decoded": "*i32",
+        "act": "*i32",
+        "scales": "*u8",
+    }
+    pointers |= {"outer": "*fp32", "bad": "*u8", "slot_of_row": "*i32", "starts": "*i32", "rows": rows}
+    constants = {"EXPERTS": EXPERTS, "BLOCKS": FFN // 16, "PADDED": 64, "ROWS": 2, "KEEP_ACT": False}
+    constants |= {"PACKED": target >= 100, "DECODED": target < 100}
+    yield Compilation(
+        "SwiGLU and quantise", target, swiglu._swiglu_quantize, pointers, constants, strict, None, True
+    )
+    types = {"fc2": "*i32", "row_of_slot": "*i32", "coefficients": "*fp32", "output": "*i32"}
+    constants = {"WIDTH": HIDDEN // 2, "COLUMNS": 256, "TOP_K": TOP_K}
+    yield Compilation("combine", target, combine._combine, types, constants, strict, None, True)
+
+
+def report(evidence: Evidence) -> tuple[str, ...]:
+    compilation, found = evidence.compilation, evidence.found
+    instruction = "-"
+    if compilation.needed is not None:
+        instruction = f"{found['needed']} x {compilation.needed.replace(chr(92), '').replace('S*', '..')}"
+    exact = f"{found['div.rn']} div.rn, {found['div.full']} div.full, {evidence.fused} fused"
+    return (
+        compilation.name,
+        f"sm_{compilation.target}a",
+        instruction,
+        f"{found['bulk copies']} bulk, {found['scale copies']} tcgen05.cp" if compilation.needed else "-",
+        exact if compilation.exact else "-",
+        "ok" if evidence.passed else "MISSING",
+    )
+
+
+def main(write: Callable[[str], object] = print) -> int:
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        write("TRITON_INTERPRET=1 is set: kernels are interpreted, not compiled")
+        return 2
+    try:
+        import triton
+    except ImportError as error:
+        write(f"cannot import triton: {error}")
+        return 2
+    write(f"triton {triton.__version__}, shapes of Qwen3-30B-A3B")
+    table: list[tuple[str, ...]] = [("kernel", "target", "tensor core", "copies", "arithmetic", "")]
+    good = True
+    for compilation in compilations():
+        evidence = check(compilation)
+        good &= evidence.passed
+        table.append(report(evidence))
+    widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
+    for row in table:
+        write("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

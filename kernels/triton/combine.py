@@ -1,0 +1,81 @@
+"""A token's expert outputs, weighted and summed in slot order."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.spec import ExecutionSpec
+from kernels.triton.codec import bf16_high, bf16_low, pack_bf16
+from kernels.triton.grouping import ExpertGroups
+from kernels.triton.support import check_layer, words
+
+
+def combine(
+    fc2: torch.Tensor, groups: ExpertGroups, topk_weights: torch.Tensor, spec: ExecutionSpec
+) -> torch.Tensor:
+    """FC2's output bfloat16 [R, H] in grouped order and float32 [T, k] -> bfloat16 [T, H].
+
+    bf16(fl(fl(p_0 y_0) + fl(p_1 y_1)) + ...): FP32, no fused multiply-add, one cast. A slot without a row (an expert
+    id that does not exist) makes its token's output NaN. Raises ValueError for specs that combine otherwise and for
+    another shape or type.
+    """
+    check_layer(spec)
+    tokens, top_k = groups.row_of_slot.shape
+    if fc2.dim() != 2 or fc2.dtype is not torch.bfloat16 or fc2.shape[1] == 0 or fc2.shape[1] % 2:
+        raise ValueError(f"fc2 must be bfloat16 [R, H], H even, got {fc2.dtype} {tuple(fc2.shape)}")
+    if len(fc2) != groups.rows:
+        raise ValueError(f"groups have {groups.rows} rows, fc2 is {tuple(fc2.shape)}")
+    if topk_weights.shape != (tokens, top_k) or topk_weights.dtype is not torch.float32:
+        found = f"{topk_weights.dtype} {tuple(topk_weights.shape)}"
+        raise ValueError(f"topk_weights must be float32 {(tokens, top_k)}, got {found}")
+    output = torch.empty(tokens, fc2.shape[1], dtype=torch.bfloat16, device=fc2.device)
+    if not tokens:
+        return output
+    width = fc2.shape[1] // 2
+    columns = min(1024, triton.next_power_of_2(width))
+    _combine[(tokens, triton.cdiv(width, columns))](
+        words(fc2),
+        groups.row_of_slot,
+        topk_weights.detach().contiguous(),
+        output.view(torch.int32),
+        WIDTH=width,
+        COLUMNS=columns,
+        TOP_K=top_k,
+        num_warps=4,
+        enable_fp_fusion=False,
+    )
+    return output
+
+
+@triton.jit
+def _combine(
+    fc2,
+    row_of_slot,
+    coefficients,
+    output,
+    WIDTH: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TOP_K: tl.constexpr,
+):
+    """One token, some of its columns; fc2 [R, WIDTH] and output [T, WIDTH] are int32 words of BF16 pairs."""
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    mask = column < WIDTH
+    low = tl.zeros((COLUMNS,), tl.float32)
+    high = tl.zeros((COLUMNS,), tl.float32)
+    for slot in tl.static_range(TOP_K):
+        row = tl.load(row_of_slot + token * TOP_K + slot).to(tl.int64)
+        coefficient = tl.load(coefficients + token * TOP_K + slot)
+        coefficient = tl.where(row >= 0, coefficient, float("nan"))
+        word = tl.load(fc2 + row * WIDTH + column, mask=mask & (row >= 0), other=0).to(
+            tl.uint32, bitcast=True
+        )
+        own_low = coefficient * bf16_low(word)
+        own_high = coefficient * bf16_high(word)
+        # The first term is not added to zero, which would turn -0 into +0.
+        low = own_low if slot == 0 else low + own_low
+        high = own_high if slot == 0 else high + own_high
+    word = pack_bf16(low, high).to(tl.int32, bitcast=True)
+    tl.store(output + token * WIDTH + column, word, mask=mask)

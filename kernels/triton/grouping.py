@@ -1,0 +1,192 @@
+"""Token slots grouped by expert on the device: counts, offsets and both directions of the permutation.
+
+Nothing here waits for the device, and all sizes on the host are functions of shapes, so that it can be captured in a
+CUDA graph. Every expert's rows start at a multiple of `align`; the rows between are padding.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+ALIGN = 128
+_CHUNK = 32  # slots that one program ranks against each other
+_SCAN = 1024
+_TILES = 64  # tiles whose expert one program finds
+
+
+@dataclass(frozen=True, eq=False)
+class ExpertGroups:
+    """T tokens with k slots each, grouped for E experts in R rows (R counts on the host, and is an upper bound).
+
+    row_of_slot: int32 [T, k], the grouped row of slot (t, j); -1 where the expert's id is not in [0, E). The slots of
+        an expert stand in ascending slot number, as `kernels.routing.Routing` orders them
+    slot_of_row: int32 [R], slot number t*k + j of each grouped row; -1 in padding and behind the last row in use
+    starts: int32 [E + 1], first grouped row of each expert, multiples of `align`; starts[E]: the rows in use
+    counts: int32 [E], slots of each expert
+    tile_expert: int32 [R / align], the expert of each tile of `align` rows; -1 from starts[E] on
+    """
+
+    row_of_slot: torch.Tensor
+    slot_of_row: torch.Tensor
+    starts: torch.Tensor
+    counts: torch.Tensor
+    tile_expert: torch.Tensor
+    align: int = ALIGN
+
+    @property
+    def rows(self) -> int:
+        """R."""
+        return self.slot_of_row.shape[0]
+
+    def expert_of_row(self) -> torch.Tensor:
+        """int64 [R], the expert of each row; 0 behind the last row in use."""
+        return self.tile_expert.long().clamp(min=0).repeat_interleave(self.align)
+
+
+def capacity(slots: int, num_experts: int, align: int = ALIGN) -> int:
+    """R: enough rows for every distribution of so many slots over the experts."""
+    worst = slots + num_experts * (align - 1)
+    return min(-(-worst // align) * align, slots * align)
+
+
+def group(topk_ids: torch.Tensor, num_experts: int, align: int = ALIGN) -> ExpertGroups:
+    """Group the slots of integer [T, k] by expert; T may be 0.
+
+    Ids are not checked, since that would wait for the device: a slot whose id is not in [0, num_experts) has no row.
+    Raises ValueError for another shape or type, for `align` that is no power of two, and for 2^31 rows and more.
+    """
+    if topk_ids.dim() != 2 or topk_ids.shape[1] == 0 or topk_ids.dtype not in (torch.int32, torch.int64):
+        found = f"{topk_ids.dtype} {tuple(topk_ids.shape)}"
+        raise ValueError(f"topk_ids must be int32 or int64 [T, k] with k >= 1, got {found}")
+    if num_experts < 1 or align < 1 or align & (align - 1):
+        raise ValueError(f"needs experts and a power of two, got {num_experts} experts and align={align}")
+    slots, device = topk_ids.numel(), topk_ids.device
+    rows = capacity(slots, num_experts, align)
+    if rows >= 2**31:
+        raise ValueError(f"{rows} grouped rows do not fit 32-bit row numbers")
+
+    def ints(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=torch.int32, device=device)
+
+    chunks, tiles = -(-slots // _CHUNK), rows // align
+    groups = ExpertGroups(
+        ints(*topk_ids.shape), ints(rows), ints(num_experts + 1), ints(num_experts), ints(tiles), align
+    )
+    ranks, before = ints(slots), torch.zeros(num_experts, chunks, dtype=torch.int32, device=device)
+    ids = topk_ids.contiguous()
+    if slots:
+        _rank[(chunks,)](ids, ranks, before, slots, num_experts, chunks, CHUNK=_CHUNK, num_warps=1)
+    _scan[(num_experts,)](before, groups.counts, chunks, BLOCK=_SCAN, num_warps=4)
+    _offsets[(max(1, -(-tiles // _TILES)),)](
+        groups.counts,
+        groups.starts,
+        groups.tile_expert,
+        groups.slot_of_row,
+        tiles,
+        E=num_experts,
+        PADDED=triton.next_power_of_2(num_experts),
+        ALIGN=align,
+        TILES=_TILES,
+        num_warps=4,
+    )
+    if slots:
+        _place[(chunks,)](
+            ids,
+            ranks,
+            before,
+            groups.starts,
+            groups.row_of_slot,
+            groups.slot_of_row,
+            slots,
+            num_experts,
+            chunks,
+            CHUNK=_CHUNK,
+            num_warps=1,
+        )
+    return groups
+
+
+@triton.jit
+def _load_ids(ids, slot, slots, num_experts):
+    """Expert ids; those that do not exist are -1."""
+    found = tl.load(ids + slot, mask=slot < slots, other=-1)
+    return tl.where((found >= 0) & (found < num_experts), found, -1).to(tl.int32)
+
+
+@triton.jit
+def _rank(ids, ranks, counts, slots, num_experts, chunks, CHUNK: tl.constexpr):
+    """A slot's number among the slots of its expert in its chunk; counts [E, chunks] of the experts that occur."""
+    chunk = tl.program_id(0)
+    own = chunk * CHUNK + tl.arange(0, CHUNK)
+    expert = _load_ids(ids, own, slots, num_experts)
+    other = chunk * CHUNK + tl.arange(0, CHUNK)
+    same = expert[:, None] == _load_ids(ids, other, slots, num_experts)[None, :]
+    earlier = same & (other[None, :] < own[:, None])
+    rank = tl.sum(earlier.to(tl.int32), axis=1)
+    tl.store(ranks + own, rank, mask=own < slots)
+    count = tl.sum(same.to(tl.int32), axis=1)
+    first = (rank == 0) & (expert >= 0)
+    tl.store(counts + expert.to(tl.int64) * chunks + chunk, count, mask=first)
+
+
+@triton.jit
+def _scan(counts, totals, chunks, BLOCK: tl.constexpr):
+    """counts [E, chunks] -> the sum over the chunks before each, in place, and over all of them [E]."""
+    expert = tl.program_id(0)
+    base = counts + expert.to(tl.int64) * chunks
+    total = 0
+    for start in range(0, chunks, BLOCK):
+        chunk = start + tl.arange(0, BLOCK)
+        count = tl.load(base + chunk, mask=chunk < chunks, other=0)
+        tl.store(base + chunk, total + tl.cumsum(count, axis=0) - count, mask=chunk < chunks)
+        total += tl.sum(count, axis=0)
+    tl.store(totals + expert, total)
+
+
+@triton.jit
+def _offsets(
+    counts,
+    starts,
+    tile_expert,
+    slot_of_row,
+    tiles,
+    E: tl.constexpr,
+    PADDED: tl.constexpr,
+    ALIGN: tl.constexpr,
+    TILES: tl.constexpr,
+):
+    """First tile of each expert, the expert of some tiles, and slot_of_row = -1 in these."""
+    expert = tl.arange(0, PADDED)
+    count = tl.load(counts + expert, mask=expert < E, other=0)
+    own = (count + ALIGN - 1) // ALIGN
+    end = tl.cumsum(own, axis=0)
+    if tl.program_id(0) == 0:
+        tl.store(starts + expert, (end - own) * ALIGN, mask=expert < E)
+        tl.store(starts + E, tl.sum(own, axis=0) * ALIGN)
+    tile = tl.program_id(0) * TILES + tl.arange(0, TILES)
+    # The number of experts that end at or before the tile is the tile's expert; empty experts are counted over.
+    passed = (end[None, :] <= tile[:, None]) & (expert < E)[None, :]
+    found = tl.sum(passed.to(tl.int32), axis=1)
+    tl.store(tile_expert + tile, tl.where(found < E, found, -1), mask=tile < tiles)
+    row = tl.program_id(0) * (TILES * ALIGN) + tl.arange(0, TILES * ALIGN)
+    tl.store(slot_of_row + row, tl.full((TILES * ALIGN,), -1, tl.int32), mask=row < tiles * ALIGN)
+
+
+@triton.jit
+def _place(
+    ids, ranks, before, starts, row_of_slot, slot_of_row, slots, num_experts, chunks, CHUNK: tl.constexpr
+):
+    """Both directions of the permutation."""
+    chunk = tl.program_id(0)
+    slot = chunk * CHUNK + tl.arange(0, CHUNK)
+    expert = _load_ids(ids, slot, slots, num_experts)
+    routed = expert >= 0
+    row = tl.load(starts + expert, mask=routed, other=0)
+    row += tl.load(before + expert.to(tl.int64) * chunks + chunk, mask=routed, other=0)
+    row += tl.load(ranks + slot, mask=routed, other=0)
+    tl.store(row_of_slot + slot, tl.where(routed, row, -1), mask=slot < slots)
+    tl.store(slot_of_row + row, slot, mask=routed)

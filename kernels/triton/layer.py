@@ -1,0 +1,223 @@
+"""The expert layer in Triton kernels: `kernels.reference` and `kernels.autograd` with the same signatures.
+
+    group slots -> permute and quantise -> FC1 -> SwiGLU and quantise -> FC2 -> weighted sum over the slots
+
+Every step but the two products computes the reference's bits; the products sum along K in FP32 in the tensor core's
+order, which depends on nothing but K. So a token's output has the same bits whatever shares its batch, by the product
+of many rows or of few, in training or in generation.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from kernels.experts import ExpertWeights
+from kernels.guard import NonFiniteGuard
+from kernels.quantize import QuantizedTensor, stored_scales
+from kernels.quantizer_spec import ScaleDomain
+from kernels.spec import Backward, Epilogue, ExecutionSpec
+from kernels.triton import ops
+from kernels.triton.backward import Saved, expert_gradients
+from kernels.triton.matrix import ExpertMatrix
+from kernels.triton.support import check_layer, check_quantizer
+from kernels.triton.weights import quantize_weight
+
+
+@dataclass(frozen=True, eq=False)
+class PreparedExperts:
+    """One version of a layer's expert weights as the kernels read them under `spec`."""
+
+    spec: ExecutionSpec
+    w13: ExpertMatrix  # [E, 2F, H]
+    w2: ExpertMatrix  # [E, H, F]
+
+
+def check_spec(spec: ExecutionSpec) -> None:
+    """Raises ValueError, naming the field, for a spec that the kernels do not compute."""
+    check_layer(spec)
+    for name, quantizer, domains in (
+        ("activation", spec.activation, (ScaleDomain.TOKEN,)),
+        ("weight", spec.weight, (ScaleDomain.ROW, ScaleDomain.EXPERT)),
+    ):
+        if quantizer is None:
+            raise ValueError(f"the Triton layer does not compute {spec.name!r}: {name} is not quantised")
+        check_quantizer(quantizer, domains)
+    for field, found, computed in (
+        ("epilogue", spec.epilogue, Epilogue.OUTER_PRODUCT_FIRST),
+        ("backward", spec.backward, Backward.BF16_STRAIGHT_THROUGH),
+    ):
+        if found != computed:
+            raise ValueError(
+                f"the Triton layer does not compute {spec.name!r}: {field}={found}, computed is {computed}"
+            )
+
+
+def quantize(w13: torch.Tensor, w2: torch.Tensor, spec: ExecutionSpec) -> ExpertWeights:
+    """As `ExpertWeights.quantize`, the same bytes. Waits for the device, to find values that are not finite."""
+    check_spec(spec)
+    assert spec.weight is not None
+    experts, two_ffn, hidden = w13.shape
+    if two_ffn % 2 or w2.shape != (experts, hidden, two_ffn // 2):
+        found = f"{tuple(w13.shape)} and {tuple(w2.shape)}"
+        raise ValueError(f"expert weights must be w13 [E, 2F, H] and w2 [E, H, F], got {found}")
+    stored: dict[str, torch.Tensor] = {}
+    for name, master in (("w13", w13), ("w2", w2)):
+        quantized = quantize_weight(master.detach().bfloat16(), spec.weight, halves=name == "w13")
+        scales = stored_scales(quantized, spec.weight)
+        assert scales is not None and quantized.outer_scales is not None
+        stored[f"{name}.codes"] = quantized.codes
+        stored[f"{name}.block_scales"] = scales
+        stored[f"{name}.outer_scales"] = quantized.outer_scales
+    return ExpertWeights.from_tensors(stored, spec)
+
+
+def prepare(weights: ExpertWeights, spec: ExecutionSpec, *, native: bool = False) -> PreparedExperts:
+    """Lay out `weights` for the native or the emulated products. Raises ValueError when they were stored under a spec
+    of another layout, and for a spec that the kernels do not compute.
+    """
+    check_spec(spec)
+    weights = ExpertWeights.from_tensors(weights.tensors(), spec)
+    matrices = []
+    for matrix in (weights.w13, weights.w2):
+        assert isinstance(matrix, QuantizedTensor)
+        matrices.append(ExpertMatrix.of(matrix, native=native))
+    return PreparedExperts(spec, *matrices)
+
+
+def forward(
+    x: torch.Tensor,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    prepared: PreparedExperts,
+    spec: ExecutionSpec,
+    guard: NonFiniteGuard | None = None,
+) -> torch.Tensor:
+    """As `kernels.reference.forward`: the layer's output, bfloat16 [T, H].
+
+    With a guard nothing waits for the device, and expert ids are not checked: a slot whose id does not exist makes its
+    token's output NaN. Without one, values that are not finite and such ids raise ValueError.
+    """
+    check_inputs(x, topk_ids, topk_weights, prepared, spec)
+    _check_ids(topk_ids, prepared, guard)
+    inputs = x.detach().to(torch.bfloat16), topk_ids, topk_weights.detach()
+    if torch.compiler.is_compiling():
+        output, bad = ops.experts(*inputs, prepared.w13.tensors(), prepared.w2.tensors())
+    else:
+        output, bad = ops.run_experts(*inputs, prepared.w13, prepared.w2)
+    _report(bad, guard)
+    return output
+
+
+def expert_layer(
+    x: torch.Tensor,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    prepared: PreparedExperts,
+    spec: ExecutionSpec,
+    *,
+    guard: NonFiniteGuard | None = None,
+    seed: int | None = None,
+) -> torch.Tensor:
+    """As `kernels.autograd.expert_layer`: the output [T, H] in x.dtype, differentiable in x, topk_weights, w13 and w2.
+
+    seed is not used: nothing here rounds stochastically. guard: as in `forward`. Gradients of FP32 master weights are
+    FP32 sums; those of BF16 ones are rounded to BF16 once.
+    """
+    check_inputs(x, topk_ids, topk_weights, prepared, spec)
+    for name, master, matrix in (("w13", w13, prepared.w13), ("w2", w2, prepared.w2)):
+        if tuple(master.shape) != matrix.shape:
+            raise ValueError(f"{name} must be {matrix.shape} as it was prepared, got {tuple(master.shape)}")
+    needed = torch.is_grad_enabled() and any(t.requires_grad for t in (x, topk_weights, w13, w2))
+    if not needed:
+        return forward(x, topk_ids, topk_weights, prepared, spec, guard).to(x.dtype)
+    _check_ids(topk_ids, prepared, guard)
+    inputs = x, topk_ids, topk_weights, w13, w2
+    if torch.compiler.is_compiling():
+        output, *_, bad = ops.experts_for_gradient(*inputs, prepared.w13.tensors(), prepared.w2.tensors())
+    else:
+        output, bad = _ExpertLayer.apply(*inputs, prepared)
+    _report(bad, guard)
+    return output
+
+
+class _ExpertLayer(torch.autograd.Function):
+    """The operator `experts_for_gradient` and its backward, without the dispatcher's time on the host."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        w13: torch.Tensor,
+        w2: torch.Tensor,
+        prepared: PreparedExperts,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        output, *saved, bad = ops.run_experts_for_gradient(
+            x, topk_ids, topk_weights, prepared.w13, prepared.w2
+        )
+        # The masters are kept by reference and cast again in backward: a BF16 copy of them would cost memory.
+        ctx.save_for_backward(topk_weights, w13, w2, *saved)
+        ctx.mark_non_differentiable(bad)
+        return output, bad
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]  # the decorator hides parameter names
+        ctx: Any, *grad_outputs: torch.Tensor
+    ) -> tuple[torch.Tensor | None, ...]:
+        topk_weights, w13, w2, *saved = ctx.saved_tensors
+        found = expert_gradients(
+            grad_outputs[0], topk_weights, w13, w2, Saved(*saved[:4]), ops.groups_of(saved[4:])
+        )
+        return found.x, None, found.topk_weights, found.w13, found.w2, None
+
+
+def check_inputs(
+    x: torch.Tensor,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    prepared: PreparedExperts,
+    spec: ExecutionSpec,
+) -> None:
+    """Raises ValueError for shapes or dtypes that do not fit, and for `prepared` of another spec."""
+    if prepared.spec != spec:
+        raise ValueError(
+            f"experts were prepared under {prepared.spec.name!r}, the call asks for {spec.name!r}"
+        )
+    hidden = prepared.w13.shape[2]
+    if x.dim() != 2 or x.shape[1] != hidden or x.dtype not in (torch.bfloat16, torch.float32):
+        raise ValueError(f"x must be bfloat16 or float32 [T, {hidden}], got {x.dtype} {tuple(x.shape)}")
+    if topk_ids.dim() != 2 or topk_ids.shape[0] != x.shape[0] or topk_ids.shape[1] == 0:
+        raise ValueError(f"topk_ids must be [{x.shape[0]}, k] with k >= 1, got {tuple(topk_ids.shape)}")
+    if topk_ids.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"topk_ids must be int32 or int64, got {topk_ids.dtype}")
+    if topk_weights.shape != topk_ids.shape or topk_weights.dtype != torch.float32:
+        found = f"{topk_weights.dtype} {tuple(topk_weights.shape)}"
+        raise ValueError(f"topk_weights must be float32 {tuple(topk_ids.shape)}, got {found}")
+
+
+def _check_ids(topk_ids: torch.Tensor, prepared: PreparedExperts, guard: NonFiniteGuard | None) -> None:
+    """Waits for the device, so only where the caller waits anyway."""
+    experts = prepared.w13.shape[0]
+    if guard is not None or not topk_ids.numel():
+        return
+    low, high = torch.stack(torch.aminmax(topk_ids)).tolist()
+    if low < 0 or high >= experts:
+        raise ValueError(f"expert ids must be in [0, {experts}), got values in [{low}, {high}]")
+
+
+def _report(bad: torch.Tensor, guard: NonFiniteGuard | None) -> None:
+    """bad: int64 [2, E], rows that were not finite of FC1's and FC2's inputs."""
+    if guard is not None:
+        guard.add_inputs(bad)
+        return
+    guard = NonFiniteGuard(0, bad.shape[1])
+    guard.add_inputs(bad)
+    guard.check()

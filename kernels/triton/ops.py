@@ -1,0 +1,229 @@
+"""The layer as PyTorch operators, so that `torch.compile` and CUDA graphs take it as it is.
+
+Weights come as the lists of `ExpertMatrix.tensors`. Each operator has a fake implementation, which gives shapes and
+types only; `experts_for_gradient` has its backward registered, an operator too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.catalogue import named_spec
+from kernels.triton import tuning
+from kernels.triton.backward import Saved, expert_gradients
+from kernels.triton.combine import combine
+from kernels.triton.decode_gemm import decode_gemm
+from kernels.triton.grouped_gemm import grouped_gemm
+from kernels.triton.grouping import ALIGN, ExpertGroups, capacity, group
+from kernels.triton.matrix import ExpertMatrix
+from kernels.triton.quantize import GroupedOperand, permute_quantize
+from kernels.triton.swiglu import swiglu_quantize
+
+_ALIGN_FEW = 16  # rows: what the tensor core takes at least
+_SPEC = named_spec("minite")  # all specs that these kernels compute have its activations and combination
+
+
+@torch.library.custom_op("minite::experts", mutates_args=())
+def experts(
+    x: torch.Tensor,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    w13: Sequence[torch.Tensor],
+    w2: Sequence[torch.Tensor],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """x bfloat16 [T, H], ids [T, k], float32 [T, k] -> bfloat16 [T, H], and int64 [2, E]: the rows of FC1's and FC2's
+    inputs that were not finite.
+    """
+    matrices = ExpertMatrix.from_tensors(list(w13)), ExpertMatrix.from_tensors(list(w2))
+    return run_experts(x, topk_ids, topk_weights, *matrices)
+
+
+@experts.register_fake
+def _(
+    x: torch.Tensor,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    w13: Sequence[torch.Tensor],
+    w2: Sequence[torch.Tensor],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return x.new_empty(x.shape, dtype=torch.bfloat16), x.new_empty((2, w13[0].shape[0]), dtype=torch.int64)
+
+
+@torch.library.custom_op("minite::experts_for_gradient", mutates_args=())
+def experts_for_gradient(
+    x: torch.Tensor,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    master13: torch.Tensor,
+    master2: torch.Tensor,
+    w13: Sequence[torch.Tensor],
+    w2: Sequence[torch.Tensor],
+) -> list[torch.Tensor]:
+    """As `experts`, x in BF16 or FP32 and the output in its type; between output and counts stand what backward takes:
+    x in BF16, the grouped FC1 output, FC2's input and FC2's output, and the fields of `ExpertGroups`.
+    """
+    matrices = ExpertMatrix.from_tensors(list(w13)), ExpertMatrix.from_tensors(list(w2))
+    output, *rest = run_experts_for_gradient(x, topk_ids, topk_weights, *matrices)
+    if rest[0] is x:  # an operator's result must not be its argument
+        rest[0] = x.clone()
+    return [output, *rest]
+
+
+@experts_for_gradient.register_fake
+def _(
+    x: torch.Tensor,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    master13: torch.Tensor,
+    master2: torch.Tensor,
+    w13: Sequence[torch.Tensor],
+    w2: Sequence[torch.Tensor],
+) -> list[torch.Tensor]:
+    experts_, two_ffn, hidden = master13.shape
+    rows = capacity(topk_ids.numel(), experts_, ALIGN)
+
+    def ints(*shape: int) -> torch.Tensor:
+        return x.new_empty(shape, dtype=torch.int32)
+
+    def floats(*shape: int) -> torch.Tensor:
+        return x.new_empty(shape, dtype=torch.bfloat16)
+
+    groups = [ints(*topk_ids.shape), ints(rows), ints(experts_ + 1), ints(experts_), ints(rows // ALIGN)]
+    saved = [floats(*x.shape), floats(rows, two_ffn), floats(rows, two_ffn // 2), floats(rows, hidden)]
+    return [torch.empty_like(x), *saved, *groups, x.new_empty((2, experts_), dtype=torch.int64)]
+
+
+@torch.library.custom_op("minite::experts_backward", mutates_args=())
+def experts_backward(
+    d_output: torch.Tensor,
+    topk_weights: torch.Tensor,
+    master13: torch.Tensor,
+    master2: torch.Tensor,
+    saved: Sequence[torch.Tensor],
+    groups: Sequence[torch.Tensor],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The gradients of x (in d_output's type), topk_weights and the master weights."""
+    found = expert_gradients(d_output, topk_weights, master13, master2, Saved(*saved), groups_of(groups))
+    return found.x, found.topk_weights, found.w13, found.w2
+
+
+@experts_backward.register_fake
+def _(
+    d_output: torch.Tensor,
+    topk_weights: torch.Tensor,
+    master13: torch.Tensor,
+    master2: torch.Tensor,
+    saved: Sequence[torch.Tensor],
+    groups: Sequence[torch.Tensor],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    return (
+        torch.empty_like(d_output),
+        torch.empty_like(topk_weights),
+        torch.empty_like(master13),
+        torch.empty_like(master2),
+    )
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
+    topk_weights, master13, master2 = inputs[2:5]
+    # The masters are kept by reference and cast again in backward: a BF16 copy of them would cost memory.
+    ctx.save_for_backward(topk_weights, master13, master2, *output[1:-1])
+    ctx.lists = [None] * len(inputs[5]), [None] * len(inputs[6])
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, gradients: list[torch.Tensor | None]) -> tuple[Any, ...]:
+    d_output = gradients[0]
+    if d_output is None:
+        return None, None, None, None, None, *ctx.lists
+    topk_weights, master13, master2, *rest = ctx.saved_tensors
+    d_x, d_p, d_13, d_2 = experts_backward(d_output, topk_weights, master13, master2, rest[:4], rest[4:])
+    return d_x, None, d_p, d_13, d_2, *ctx.lists
+
+
+experts_for_gradient.register_autograd(_backward, setup_context=_setup)
+
+
+def run_experts(
+    x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, w13: ExpertMatrix, w2: ExpertMatrix
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the operator `experts` does, without the dispatcher's time on the host."""
+    few = w13.decodes and w2.decodes and tuning.few_rows(topk_ids.numel(), w13.shape[0])
+    groups = group(topk_ids, w13.shape[0], _ALIGN_FEW if few else ALIGN)
+    _, _, fc2, bad = _steps(x, groups, w13, w2, few=few, keep_act=False)
+    return combine(fc2, groups, topk_weights, _SPEC), bad
+
+
+def run_experts_for_gradient(
+    x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, w13: ExpertMatrix, w2: ExpertMatrix
+) -> list[torch.Tensor]:
+    """What the operator `experts_for_gradient` does; x itself stands among the results if it is BF16."""
+    operand = x.to(torch.bfloat16)
+    groups = group(topk_ids, w13.shape[0], ALIGN)
+    fc1, act, fc2, bad = _steps(operand, groups, w13, w2, few=False, keep_act=True)
+    assert act is not None
+    output = combine(fc2, groups, topk_weights, _SPEC).to(x.dtype)
+    return [output, operand, fc1, act, fc2, *_group_tensors(groups), bad]
+
+
+def _steps(
+    x: torch.Tensor, groups: ExpertGroups, w13: ExpertMatrix, w2: ExpertMatrix, *, few: bool, keep_act: bool
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor]:
+    """FC1's output, FC2's input before it is quantised (if kept), FC2's output; counts of rows that are not finite."""
+    product = decode_gemm if few else grouped_gemm
+    packed, quantizer = w13.native, _SPEC.activation
+    assert quantizer is not None
+    operand = permute_quantize(x, groups, quantizer, packed=packed, decoded=not packed)
+    fc1 = x.new_empty((groups.rows, w13.shape[1]), dtype=torch.bfloat16)
+    product(operand, w13, groups, out=fc1)
+    inner, act = swiglu_quantize(fc1, groups, quantizer, packed=packed, decoded=not packed, keep_act=keep_act)
+    fc2 = x.new_empty((groups.rows, w2.shape[1]), dtype=torch.bfloat16)
+    product(inner, w2, groups, out=fc2)
+    return fc1, act, fc2, count_bad(operand, inner, groups)
+
+
+def groups_of(tensors: Sequence[torch.Tensor]) -> ExpertGroups:
+    """The inverse of `_group_tensors`, for groups aligned to ALIGN."""
+    row_of_slot, slot_of_row, starts, counts, tile_expert = tensors
+    return ExpertGroups(row_of_slot, slot_of_row, starts, counts, tile_expert)
+
+
+def _group_tensors(groups: ExpertGroups) -> list[torch.Tensor]:
+    return [groups.row_of_slot, groups.slot_of_row, groups.starts, groups.counts, groups.tile_expert]
+
+
+def count_bad(first: GroupedOperand, second: GroupedOperand, groups: ExpertGroups) -> torch.Tensor:
+    """int64 [2, E]: rows of each expert that hold values that are not finite."""
+    experts_ = groups.counts.shape[0]
+    kind = torch.empty if groups.rows else torch.zeros
+    counts = kind(2, experts_, dtype=torch.int64, device=groups.counts.device)
+    if groups.rows:
+        _count[(experts_, 2)](
+            first.bad.view(torch.uint8),
+            second.bad.view(torch.uint8),
+            groups.starts,
+            groups.counts,
+            counts,
+            BLOCK=4096,
+        )
+    return counts
+
+
+@triton.jit
+def _count(first, second, starts, counts, found, BLOCK: tl.constexpr):
+    e = tl.program_id(0)
+    flags = first
+    if tl.program_id(1) == 1:
+        flags = second
+    start = tl.load(starts + e)
+    count = tl.load(counts + e)
+    total = tl.zeros((BLOCK,), tl.int32)
+    for i in range(0, count, BLOCK):
+        own = i + tl.arange(0, BLOCK)
+        total += tl.load(flags + start + own, mask=own < count, other=0).to(tl.int32)
+    tl.store(found + tl.program_id(1) * tl.num_programs(0) + e, tl.sum(total, axis=0).to(tl.int64))

@@ -1,0 +1,394 @@
+"""Rows quantised, and rows permuted to their experts and quantised in one pass, as `minite` says.
+
+A program has whole rows in registers: their largest magnitudes are known after one read. `permute_quantize` reads and
+quantises each token's row once and writes it to its k grouped rows; a second, small kernel moves what is small (block
+scales, outer scales) and clears padding, because the tensor cores' order of block scales puts 4 bytes of a row beside
+those of other rows, and memory takes whole sectors of 32 bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.quantize import NonFiniteReport, QuantizedTensor
+from kernels.quantizer_spec import QuantizerSpec, ScaleDomain
+from kernels.swizzle import swizzled_size
+from kernels.triton.block import (
+    block_scale,
+    codes_of_bf16,
+    decoded_words,
+    element_divisor,
+    encode_f32,
+    largest_of_block_bf16,
+    largest_of_four_f32,
+    load_four,
+    outer_scale,
+)
+from kernels.triton.grouping import ExpertGroups
+from kernels.triton.support import check_quantizer, check_rows, words
+
+BLOCK = 16
+_ROW_DOMAINS = (ScaleDomain.TOKEN, ScaleDomain.ROW)
+
+
+@dataclass(frozen=True, eq=False)
+class GroupedOperand:
+    """Quantised rows in the order of an `ExpertGroups` with R rows. Padding rows are zero; rows from starts[E] on are
+    not written.
+
+    codes: uint8 [R, K/2], the even element in the low nibble; None unless packed
+    block_scales: uint8 [`swizzled_size(R, K/16)`], E4M3 bytes in the order of `kernels.swizzle`; None unless packed
+    decoded: float16 [R, K], code times block scale, exact; None unless decoded
+    outer_scales: float32 [R], the decode scale g; NaN for a row that holds values that are not finite, 0 in padding
+    bad: bool [R], whether the row holds values that are not finite; its codes are then zero
+    """
+
+    codes: torch.Tensor | None
+    block_scales: torch.Tensor | None
+    decoded: torch.Tensor | None
+    outer_scales: torch.Tensor
+    bad: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Tile:
+    """How many rows a program takes, with how many warps."""
+
+    rows: int
+    warps: int
+
+
+def tile(blocks: int) -> Tile:
+    """For rows of `blocks` blocks: a few blocks for each thread, within one warp as long as that is so."""
+    padded = triton.next_power_of_2(blocks)
+    return Tile(max(1, 128 // padded), max(1, min(16, padded // 128)))
+
+
+def quantize_rows(
+    x: torch.Tensor,
+    spec: QuantizerSpec,
+    *,
+    what: str = "activation",
+    on_non_finite: NonFiniteReport | None = None,
+) -> QuantizedTensor:
+    """As `kernels.quantize.quantize_activation`: bfloat16 or float32 [R, K] -> codes, scales in their logical order.
+
+    on_non_finite: takes a bool [R] of the rows that hold values that are not finite, without waiting for the device;
+    the result is then meaningless. Raises ValueError for specs other than `minite`'s, for another shape or type,
+    and, without on_non_finite, for values that are not finite.
+    """
+    check_quantizer(spec, _ROW_DOMAINS)
+    check_rows(x, what)
+    rows, width = x.shape
+    codes = torch.empty(rows, width // 2, dtype=torch.uint8, device=x.device)
+    scales = torch.empty(rows, width // BLOCK, dtype=torch.uint8, device=x.device)
+    outer = torch.empty(rows, 1, dtype=torch.float32, device=x.device)
+    bad = torch.empty(rows, dtype=torch.uint8, device=x.device)
+    launch_rows(x, codes, scales, outer, bad)
+    report(bad.view(torch.bool), x, what, on_non_finite)
+    return QuantizedTensor(codes, scales, outer)
+
+
+def report(
+    bad: torch.Tensor, x: torch.Tensor, what: str, on_non_finite: NonFiniteReport | None = None
+) -> None:
+    """Hand on the rows that are not finite, or wait for the device and raise ValueError when there are any."""
+    if on_non_finite is not None:
+        on_non_finite(bad)
+    elif bool(bad.any()):
+        nan, inf = int(x.isnan().sum()), int(x.isinf().sum())
+        raise ValueError(
+            f"cannot quantise {what} {tuple(x.shape)}: {nan} NaN and {inf} infinite values among {x.numel()}"
+        )
+
+
+def launch_rows(
+    x: torch.Tensor,
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    outer: torch.Tensor,
+    bad: torch.Tensor,
+    amax: torch.Tensor | None = None,
+    rows_of_group: int = 1,
+) -> None:
+    """Quantise [R, K] into buffers of the shapes that `quantize_rows` has.
+
+    amax: int32 FP32 bits of A for each group of `rows_of_group` rows, which share one element of `outer`; without it
+    every row has its own. K is a multiple of 16.
+    """
+    rows, width = x.shape
+    if not rows:
+        return
+    blocks = width // BLOCK
+    own = tile(blocks)
+    _quantize[(triton.cdiv(rows, own.rows),)](
+        words(x),
+        codes.view(torch.int32),
+        codes,
+        scales,
+        outer,
+        bad,
+        bad if amax is None else amax,
+        bad,
+        rows,
+        rows_of_group,
+        BLOCKS=blocks,
+        PADDED=triton.next_power_of_2(blocks),
+        ROWS=own.rows,
+        TOP_K=0,
+        BF16=x.dtype is torch.bfloat16,
+        SHARED=amax is not None,
+        PACKED=True,
+        DECODED=False,
+        num_warps=own.warps,
+        enable_fp_fusion=False,
+    )
+
+
+def permute_quantize(
+    x: torch.Tensor, groups: ExpertGroups, spec: QuantizerSpec, *, packed: bool, decoded: bool
+) -> GroupedOperand:
+    """[T, K], bfloat16 or float32 -> the quantised rows of every slot in grouped order, in the forms asked for.
+
+    Does not wait for the device: rows that are not finite are marked in `bad`. Raises ValueError for specs other than
+    `minite`'s, for another shape or type, for groups of another number of tokens, and when no form is asked for.
+    """
+    check_quantizer(spec, _ROW_DOMAINS)
+    check_rows(x, "activation")
+    tokens, top_k = groups.row_of_slot.shape
+    if len(x) != tokens:
+        raise ValueError(f"groups are of {tokens} tokens, x is {tuple(x.shape)}")
+    width, device = x.shape[1], x.device
+    blocks = width // BLOCK
+    result = empty_operand(groups, width, packed=packed, decoded=decoded)
+    if not tokens:
+        return result
+    own = tile(blocks)
+    token_scales = torch.empty(tokens, blocks, dtype=torch.uint8, device=device)
+    token_outer = torch.empty(tokens, dtype=torch.float32, device=device)
+    token_bad = torch.empty(tokens, dtype=torch.uint8, device=device)
+    _quantize[(triton.cdiv(tokens, own.rows),)](
+        words(x),
+        token_scales if result.codes is None else result.codes.view(torch.int32),
+        token_scales if result.decoded is None else result.decoded.view(torch.int32),
+        token_scales,
+        token_outer,
+        token_bad,
+        token_bad,
+        groups.row_of_slot,
+        tokens,
+        1,
+        BLOCKS=blocks,
+        PADDED=triton.next_power_of_2(blocks),
+        ROWS=own.rows,
+        TOP_K=top_k,
+        BF16=x.dtype is torch.bfloat16,
+        SHARED=False,
+        PACKED=packed,
+        DECODED=decoded,
+        num_warps=own.warps,
+        enable_fp_fusion=False,
+    )
+    finish_tiles(result, groups, token_scales, token_outer, token_bad, top_k)
+    return result
+
+
+def empty_operand(groups: ExpertGroups, width: int, *, packed: bool, decoded: bool) -> GroupedOperand:
+    """Buffers for rows of `width` elements. Raises ValueError when no form is asked for."""
+    if not (packed or decoded):
+        raise ValueError("ask for packed codes, decoded values or both")
+    rows, device = groups.rows, groups.slot_of_row.device
+    size = swizzled_size(rows, width // BLOCK)
+    return GroupedOperand(
+        torch.empty(rows, width // 2, dtype=torch.uint8, device=device) if packed else None,
+        torch.empty(size, dtype=torch.uint8, device=device) if packed else None,
+        torch.empty(rows, width, dtype=torch.float16, device=device) if decoded else None,
+        torch.empty(rows, dtype=torch.float32, device=device),
+        torch.empty(rows, dtype=torch.bool, device=device),
+    )
+
+
+def finish_tiles(
+    result: GroupedOperand,
+    groups: ExpertGroups,
+    scales: torch.Tensor,
+    outer: torch.Tensor,
+    bad: torch.Tensor,
+    top_k: int,
+) -> None:
+    """From the tokens' scales [T, K/16], g [T] and flags [T] to those of grouped rows; padding is cleared."""
+    blocks = scales.shape[1]
+    columns = triton.cdiv(blocks, 4)
+    own = min(32, triton.next_power_of_2(columns))
+    unused = scales
+    _finish[(triton.cdiv(groups.rows, 128), triton.cdiv(columns, own))](
+        scales,
+        outer,
+        bad,
+        groups.slot_of_row,
+        groups.starts,
+        unused if result.block_scales is None else result.block_scales,
+        result.outer_scales,
+        result.bad.view(torch.uint8),
+        unused if result.codes is None else result.codes.view(torch.int32),
+        unused if result.decoded is None else result.decoded.view(torch.int32),
+        groups.rows,
+        EXPERTS=groups.counts.shape[0],
+        BLOCKS=blocks,
+        COLUMNS=own,
+        TOP_K=top_k,
+        PACKED=result.codes is not None,
+        DECODED=result.decoded is not None,
+        num_warps=4,
+    )
+
+
+@triton.jit
+def _quantize(
+    x,
+    codes,
+    decoded,
+    scales,
+    outer,
+    bad,
+    amax,
+    row_of_slot,
+    rows,
+    rows_of_group,
+    BLOCKS: tl.constexpr,
+    PADDED: tl.constexpr,
+    ROWS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BF16: tl.constexpr,
+    SHARED: tl.constexpr,
+    PACKED: tl.constexpr,
+    DECODED: tl.constexpr,
+):
+    """x int32 words [rows, K/2 or K] -> codes int32 and decoded int32 (f16 pairs) at their destinations, scales and g
+    of the rows. TOP_K = 0: a row's destination is its own number, else those in row_of_slot [rows, TOP_K], -1 for none.
+    """
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    block = tl.arange(0, PADDED)
+    own = row < rows
+    mask = own[:, None] & (block < BLOCKS)[None, :]
+    at = row[:, None] * BLOCKS + block[None, :]
+    if BF16:
+        w0, w1, w2, w3 = load_four(x + at * 8, mask, ROWS, PADDED)
+        w4, w5, w6, w7 = load_four(x + at * 8 + 4, mask, ROWS, PADDED)
+        block_bits = largest_of_block_bf16(w0, w1, w2, w3, w4, w5, w6, w7)
+    else:
+        w0, w1, w2, w3 = load_four(x + at * 16, mask, ROWS, PADDED)
+        w4, w5, w6, w7 = load_four(x + at * 16 + 4, mask, ROWS, PADDED)
+        v0, v1, v2, v3 = load_four(x + at * 16 + 8, mask, ROWS, PADDED)
+        v4, v5, v6, v7 = load_four(x + at * 16 + 12, mask, ROWS, PADDED)
+        block_bits = tl.maximum(largest_of_four_f32(w0, w1, w2, w3), largest_of_four_f32(w4, w5, w6, w7))
+        block_bits = tl.maximum(block_bits, largest_of_four_f32(v0, v1, v2, v3))
+        block_bits = tl.maximum(block_bits, largest_of_four_f32(v4, v5, v6, v7))
+    if SHARED:
+        row_bits = tl.load(amax + row // rows_of_group, mask=own, other=0)
+    else:
+        row_bits = tl.max(block_bits, axis=1)
+    g, finite = outer_scale(row_bits)
+    tl.store(bad + row, tl.where(finite, 0, 1).to(tl.uint8), mask=own)
+    tl.store(outer + row // rows_of_group, g, mask=own & (row % rows_of_group == 0))
+    g = tl.broadcast_to(g[:, None], (ROWS, PADDED))
+    scale = block_scale(block_bits, g, tl.broadcast_to(finite[:, None], (ROWS, PADDED)))
+    tl.store(scales + at, scale.to(tl.uint8), mask=mask)
+
+    if BF16:
+        c0, c1 = codes_of_bf16(w0, w1, w2, w3, w4, w5, w6, w7, scale, g)
+    else:
+        power, divisor, reciprocal = element_divisor(scale, g)
+        c0 = encode_f32(w0, w1, w2, w3, w4, w5, w6, w7, power, divisor, reciprocal)
+        c1 = encode_f32(v0, v1, v2, v3, v4, v5, v6, v7, power, divisor, reciprocal)
+        c0 = tl.where(scale == 0, 0, c0)
+        c1 = tl.where(scale == 0, 0, c1)
+
+    pair = tl.arange(0, 2)
+    code_words = tl.join(c0, c1).to(tl.int32, bitcast=True)
+    word = tl.arange(0, PADDED * 8)
+    if DECODED:
+        f16_words = decoded_words(c0, c1, scale, ROWS, PADDED)
+    for slot in tl.static_range(max(TOP_K, 1)):
+        if TOP_K == 0:
+            target = row
+            there = own
+        else:
+            target = tl.load(row_of_slot + row * TOP_K + slot, mask=own, other=-1).to(tl.int64)
+            there = target >= 0
+        if PACKED:
+            to = (target[:, None] * BLOCKS + block[None, :])[:, :, None] * 2 + pair[None, None, :]
+            tl.store(codes + to, code_words, mask=(there[:, None] & (block < BLOCKS)[None, :])[:, :, None])
+        if DECODED:
+            to = target[:, None] * (BLOCKS * 8) + word[None, :]
+            tl.store(decoded + to, f16_words, mask=there[:, None] & (word < BLOCKS * 8)[None, :])
+
+
+@triton.jit
+def _finish(
+    scales,
+    outer,
+    bad,
+    slot_of_row,
+    starts,
+    swizzled,
+    row_outer,
+    row_bad,
+    codes,
+    decoded,
+    rows,
+    EXPERTS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    PACKED: tl.constexpr,
+    DECODED: tl.constexpr,
+):
+    """A tile of 128 rows by COLUMNS columns of four blocks. TOP_K = 0: the scales are those of the grouped rows."""
+    tile_number = tl.program_id(0).to(tl.int64)
+    first = tl.program_id(1) * COLUMNS
+    row = tile_number * 128 + tl.arange(0, 128)
+    if tile_number * 128 < tl.load(starts + EXPERTS):
+        slot = tl.load(slot_of_row + row, mask=row < rows, other=-1)
+        routed = slot >= 0
+        if TOP_K == 0:
+            source = row
+        else:
+            source = (slot // TOP_K).to(tl.int64)
+            if first == 0:
+                g = tl.load(outer + source, mask=routed, other=0.0)
+                tl.store(row_outer + row, g, mask=row < rows)
+                flag = tl.load(bad + source, mask=routed, other=0)
+                tl.store(row_bad + row, flag, mask=row < rows)
+        if PACKED:
+            block = first * 4 + tl.arange(0, COLUMNS * 4)
+            mask = routed[:, None] & (block < BLOCKS)[None, :]
+            found = tl.load(scales + source[:, None] * BLOCKS + block[None, :], mask=mask, other=0)
+            # [row // 32, row % 32, column, block % 4] -> the order of kernels.swizzle
+            found = tl.permute(tl.reshape(found, (4, 32, COLUMNS, 4)), (2, 1, 0, 3))
+            column = first + tl.arange(0, COLUMNS)
+            to = (tile_number * ((BLOCKS + 3) // 4) + column[:, None]) * 512 + tl.arange(0, 512)[None, :]
+            tl.store(
+                swizzled + to, tl.reshape(found, (COLUMNS, 512)), mask=(column < (BLOCKS + 3) // 4)[:, None]
+            )
+        if TOP_K > 0 and tl.min(slot, axis=0) < 0:
+            for start in range(0, 128, 8):
+                own = tile_number * 128 + start + tl.arange(0, 8)
+                empty = (tl.load(slot_of_row + own, mask=own < rows, other=0) < 0) & (own < rows)
+                if tl.max(empty.to(tl.int32), axis=0) > 0:
+                    if PACKED:
+                        _clear(codes, own, empty, first * 8, BLOCKS * 2, COLUMNS * 8)
+                    if DECODED:
+                        _clear(decoded, own, empty, first * 32, BLOCKS * 8, COLUMNS * 32)
+
+
+@triton.jit
+def _clear(target, row, empty, first, WIDTH: tl.constexpr, COUNT: tl.constexpr):
+    """Zeros in COUNT int32 words from the word `first` on, up to WIDTH, of some rows."""
+    word = first + tl.arange(0, COUNT)
+    mask = empty[:, None] & (word < WIDTH)[None, :]
+    tl.store(target + row[:, None] * WIDTH + word[None, :], tl.zeros((8, COUNT), tl.int32), mask=mask)

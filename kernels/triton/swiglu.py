@@ -1,0 +1,221 @@
+"""SwiGLU and quantisation fused: what stands between FC1 and FC2.
+
+The reference takes silu in FP64 and rounds it to FP32, multiplies by `up` in FP32 and rounds to BF16. Here silu is
+taken in FP32, with a relative error below 2^-17; where that could change the BF16 result, because the product is that
+near to a midpoint of two BF16 numbers, the exact silu is looked up. A gate is a BF16 number, so that a table of 65,536
+entries holds it for every gate; some elements in a thousand need it.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.quantizer_spec import QuantizerSpec, ScaleDomain
+from kernels.triton.block import (
+    block_scale,
+    codes_of_bf16,
+    decoded_words,
+    join_words,
+    largest_of_block_bf16,
+    load_four,
+    outer_scale,
+)
+from kernels.triton.codec import COMPILED, approximate_reciprocal, bf16_high, bf16_low, pack_bf16
+from kernels.triton.grouping import ExpertGroups
+from kernels.triton.quantize import BLOCK, GroupedOperand, empty_operand, finish_tiles, tile
+from kernels.triton.support import check_quantizer, words
+
+_MINUS_LOG2_E = tl.constexpr(-1.4426950408889634)
+_LESS = tl.constexpr(1 - 2**-17)  # more than the relative error of silu where that is above 2^-119
+_MORE = tl.constexpr(1 + 2**-17)
+_TINY = tl.constexpr(2.0**-100)  # smaller products are looked up; in the assembly below as two BF16 numbers
+
+# $0: a word of products; $1, $2: what they are between, rounded; $3, $4: words of gates and ups; $5: the table.
+_LOOK_UP = tl.constexpr("""{
+    .reg .pred unsure, tiny;
+    .reg .b32 low, high, up_low, up_high;
+    .reg .b64 at_low, at_high;
+    mov.b32 $0, $1;
+    and.b32 low, $1, 0x7FFF7FFF;
+    mov.b32 high, 0x0D800D80;
+    setp.lt.bf16x2 unsure|tiny, low, high;
+    or.pred unsure, unsure, tiny;
+    setp.ne.or.b32 unsure, $1, $2, unsure;
+    @!unsure bra done;
+    and.b32 low, $3, 0xFFFF;
+    shr.u32 high, $3, 16;
+    mad.wide.u32 at_low, low, 4, $5;
+    mad.wide.u32 at_high, high, 4, $5;
+    ld.global.b32 low, [at_low];
+    ld.global.b32 high, [at_high];
+    shl.b32 up_low, $4, 16;
+    and.b32 up_high, $4, 0xFFFF0000;
+    mul.rn.f32 low, low, up_low;
+    mul.rn.f32 high, high, up_high;
+    cvt.rn.bf16x2.f32 $0, high, low;
+done:
+}""")
+
+
+def swiglu_quantize(
+    fc1: torch.Tensor,
+    groups: ExpertGroups,
+    spec: QuantizerSpec,
+    *,
+    packed: bool,
+    decoded: bool,
+    keep_act: bool,
+) -> tuple[GroupedOperand, torch.Tensor | None]:
+    """FC1's output bfloat16 [R, 2F] in grouped order, gate then up -> FC2's quantised input, and the same before
+    quantisation, bfloat16 [R, F] with padding rows of zeros, if `keep_act`.
+
+    Rows of padding are not read; rows from starts[E] on are neither read nor written. The first call on a device
+    makes a table there, and cannot be part of a CUDA graph. Raises ValueError for specs other than `minite`'s, for
+    another shape or type, and when no form is asked for.
+    """
+    check_quantizer(spec, (ScaleDomain.TOKEN,))
+    if fc1.dim() != 2 or fc1.dtype is not torch.bfloat16 or fc1.shape[1] == 0 or fc1.shape[1] % (2 * BLOCK):
+        raise ValueError(
+            f"fc1 must be bfloat16 [R, 2F], F a multiple of {BLOCK}, got {fc1.dtype} {tuple(fc1.shape)}"
+        )
+    if len(fc1) != groups.rows:
+        raise ValueError(f"groups have {groups.rows} rows, fc1 is {tuple(fc1.shape)}")
+    rows, width = fc1.shape[0], fc1.shape[1] // 2
+    blocks, device = width // BLOCK, fc1.device
+    result = empty_operand(groups, width, packed=packed, decoded=decoded)
+    act = torch.empty(rows, width, dtype=torch.bfloat16, device=device) if keep_act else None
+    if not rows:
+        return result, act
+    own = tile(blocks)
+    scales = torch.empty(rows if packed else 1, blocks, dtype=torch.uint8, device=device)
+    _swiglu_quantize[(triton.cdiv(rows, own.rows),)](
+        words(fc1),
+        silu_table(device),
+        scales if result.codes is None else result.codes.view(torch.int32),
+        scales if result.decoded is None else result.decoded.view(torch.int32),
+        scales if act is None else act.view(torch.int32),
+        scales,
+        result.outer_scales,
+        result.bad.view(torch.uint8),
+        groups.slot_of_row,
+        groups.starts,
+        rows,
+        EXPERTS=groups.counts.shape[0],
+        BLOCKS=blocks,
+        PADDED=triton.next_power_of_2(blocks),
+        ROWS=own.rows,
+        PACKED=packed,
+        DECODED=decoded,
+        KEEP_ACT=keep_act,
+        num_warps=own.warps,
+        enable_fp_fusion=False,
+    )
+    if packed:
+        finish_tiles(result, groups, scales, result.outer_scales, result.bad.view(torch.uint8), top_k=0)
+    return result, act
+
+
+@lru_cache(maxsize=64)
+def silu_table(device: torch.device) -> torch.Tensor:
+    """float32 [65536]: silu of the BF16 number with these bits, as the reference has it."""
+    gates = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    return torch.nn.functional.silu(gates.double()).float().to(device)
+
+
+@triton.jit
+def _swiglu_word(gate, up, table):
+    """Words of gates and ups -> a word of silu(gate) * up."""
+    low = _silu(bf16_low(gate)) * bf16_low(up)
+    high = _silu(bf16_high(gate)) * bf16_high(up)
+    # Rounding is monotone: where both ends of the interval round alike, so does all between. Tiny products, among
+    # them those whose gate is below -87 and whose silu vanishes here, have no small relative error.
+    less = pack_bf16(low * _LESS, high * _LESS)
+    more = pack_bf16(low * _MORE, high * _MORE)
+    if COMPILED:
+        return tl.inline_asm_elementwise(
+            _LOOK_UP, "=&r,r,r,r,r,l", [less, more, gate, up, table.to(tl.int64)], tl.uint32, True, 1
+        )
+    unsure = (less != more) | (tl.minimum(tl.abs(low), tl.abs(high)) < _TINY)
+    low = tl.load(table + (gate & 0xFFFF).to(tl.int32), mask=unsure, other=0.0) * bf16_low(up)
+    high = tl.load(table + (gate >> 16).to(tl.int32), mask=unsure, other=0.0) * bf16_high(up)
+    return tl.where(unsure, pack_bf16(low, high), less)
+
+
+@triton.jit
+def _silu(gate):
+    """float32, within a relative 2^-17.5 for gates above -87; -0 for those below."""
+    return gate * approximate_reciprocal(tl.exp2(gate * _MINUS_LOG2_E) + 1.0)
+
+
+@triton.jit
+def _swiglu_quantize(
+    fc1,
+    table,
+    codes,
+    decoded,
+    act,
+    scales,
+    outer,
+    bad,
+    slot_of_row,
+    starts,
+    rows,
+    EXPERTS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    PADDED: tl.constexpr,
+    ROWS: tl.constexpr,
+    PACKED: tl.constexpr,
+    DECODED: tl.constexpr,
+    KEEP_ACT: tl.constexpr,
+):
+    """fc1 int32 words [rows, 2 * 8 BLOCKS]; codes, decoded and act int32 words; scales [rows, BLOCKS]."""
+    first = tl.program_id(0) * ROWS
+    if first < tl.load(starts + EXPERTS):
+        row = first + tl.arange(0, ROWS)
+        inside = row < rows
+        routed = tl.load(slot_of_row + row, mask=inside, other=-1) >= 0
+        row = row.to(tl.int64)
+        block = tl.arange(0, PADDED)
+        exists = (block < BLOCKS)[None, :]
+        at = row[:, None] * BLOCKS + block[None, :]
+        gate = fc1 + row[:, None] * (BLOCKS * 16) + block[None, :] * 8
+        mask = routed[:, None] & exists
+        g0, g1, g2, g3 = load_four(gate, mask, ROWS, PADDED)
+        g4, g5, g6, g7 = load_four(gate + 4, mask, ROWS, PADDED)
+        u0, u1, u2, u3 = load_four(gate + BLOCKS * 8, mask, ROWS, PADDED)
+        u4, u5, u6, u7 = load_four(gate + (BLOCKS * 8 + 4), mask, ROWS, PADDED)
+        w0 = _swiglu_word(g0, u0, table)
+        w1 = _swiglu_word(g1, u1, table)
+        w2 = _swiglu_word(g2, u2, table)
+        w3 = _swiglu_word(g3, u3, table)
+        w4 = _swiglu_word(g4, u4, table)
+        w5 = _swiglu_word(g5, u5, table)
+        w6 = _swiglu_word(g6, u6, table)
+        w7 = _swiglu_word(g7, u7, table)
+        word = tl.arange(0, PADDED * 8)
+        words_to = row[:, None] * (BLOCKS * 8) + word[None, :]
+        words_mask = inside[:, None] & (word < BLOCKS * 8)[None, :]
+        if KEEP_ACT:
+            tl.store(
+                act + words_to, join_words(w0, w1, w2, w3, w4, w5, w6, w7, ROWS, PADDED), mask=words_mask
+            )
+
+        block_bits = largest_of_block_bf16(w0, w1, w2, w3, w4, w5, w6, w7)
+        row_g, finite = outer_scale(tl.max(block_bits, axis=1))
+        tl.store(outer + row, tl.where(routed, row_g, 0.0), mask=inside)
+        tl.store(bad + row, tl.where(finite, 0, 1).to(tl.uint8), mask=inside)
+        row_g = tl.broadcast_to(row_g[:, None], (ROWS, PADDED))
+        scale = block_scale(block_bits, row_g, tl.broadcast_to(finite[:, None], (ROWS, PADDED)))
+        c0, c1 = codes_of_bf16(w0, w1, w2, w3, w4, w5, w6, w7, scale, row_g)
+        store = inside[:, None] & exists
+        if PACKED:
+            tl.store(scales + at, scale.to(tl.uint8), mask=store)
+            pair = tl.arange(0, 2)
+            to = at[:, :, None] * 2 + pair[None, None, :]
+            tl.store(codes + to, tl.join(c0, c1).to(tl.int32, bitcast=True), mask=store[:, :, None])
+        if DECODED:
+            tl.store(decoded + words_to, decoded_words(c0, c1, scale, ROWS, PADDED), mask=words_mask)

@@ -1,0 +1,64 @@
+"""The choice of a back end, and what its kernels compile to."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from kernels import backends
+from kernels.catalogue import named_spec
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> None:
+    backends._choose.cache_clear()
+
+
+def test_reference_on_a_cpu_said_once(capsys: pytest.CaptureFixture[str]) -> None:
+    spec = named_spec("minite")
+    assert backends.choose(spec, "cpu") is backends.choose(spec, "cpu") is backends.REFERENCE
+    assert capsys.readouterr().out.count("reference") == 1
+
+
+def test_what_cannot_be_is_refused() -> None:
+    spec = named_spec("minite")
+    with pytest.raises(ValueError, match="no back end is called 'cutlass'"):
+        backends.choose(spec, "cpu", "cutlass")
+    with pytest.raises(ValueError, match="not on cpu"):
+        backends.choose(spec, "cpu", "triton_emulated")
+
+
+def test_by_capability(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+
+    def chosen(capability: tuple[int, int], spec: str = "minite", name: str | None = None) -> str:
+        backends._choose.cache_clear()
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+        return backends.choose(named_spec(spec), "cuda", name).name
+
+    assert chosen((9, 0)) == chosen((9, 0), "minite_expert") == "triton_emulated"
+    assert chosen((10, 0)) == chosen((10, 3)) == "triton_native"
+    assert chosen((10, 0), name="triton_emulated") == "triton_emulated"
+    assert chosen((9, 0), "te_exact") == "reference"
+    assert chosen((8, 0), name="reference") == "reference"
+    with pytest.raises(ValueError, match="does not compute 'te_exact'"):
+        chosen((9, 0), "te_exact", "triton_emulated")
+    with pytest.raises(ValueError, match=r"not on \(8, 0\)"):
+        chosen((8, 0))
+    with pytest.raises(ValueError, match="triton_native does not run"):
+        chosen((9, 0), name="triton_native")
+
+
+def test_compile_check() -> None:
+    """In a process of its own: kernels that were defined for the interpreter cannot be compiled."""
+    pytest.importorskip("triton")
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    run = subprocess.run(
+        [sys.executable, "-m", "kernels.compile_check"], capture_output=True, text=True, env=environment
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "kind::mxf4nvf4" in run.stdout and "wgmma" in run.stdout and "MISSING" not in run.stdout

@@ -1,0 +1,191 @@
+"""The expert layer in Triton kernels against the reference, and against itself in other company."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kernels import autograd, reference
+from kernels.catalogue import named_spec
+from kernels.experts import ExpertWeights
+from kernels.gradient_error import exact_gradients
+from kernels.guard import NonFiniteGuard
+from kernels.layer_input import LayerInput, LayerShape, synthetic_layer
+from kernels.spec import ExecutionSpec
+from kernels.triton import layer, ops, tuning
+from tests.kernels.triton_env import DEVICE, GPU
+
+SMALL = LayerShape(tokens=9, hidden=128, ffn=128, experts=4, top_k=2)
+LARGE = LayerShape(tokens=1500, hidden=512, ffn=256, experts=8, top_k=4)
+SHAPES = [SMALL, LayerShape(tokens=5, hidden=96, ffn=48, experts=3, top_k=1), pytest.param(LARGE, marks=GPU)]
+SPECS = ("minite", "minite_expert")
+
+
+class Case:
+    def __init__(self, shape: LayerShape, spec: ExecutionSpec, seed: int = 0) -> None:
+        self.spec = spec
+        self.on_cpu = synthetic_layer(shape, "gaussian", seed)
+        self.weights = ExpertWeights.quantize(self.on_cpu.w13, self.on_cpu.w2, spec)
+        on_device = {name: tensor.to(DEVICE) for name, tensor in self.weights.tensors().items()}
+        self.prepared = layer.prepare(ExpertWeights.from_tensors(on_device, spec), spec)
+        self.x, self.ids, self.p = (
+            t.to(DEVICE) for t in (self.on_cpu.x, self.on_cpu.topk_ids, self.on_cpu.topk_weights)
+        )
+
+    def forward(self, rows: slice = slice(None), guard: NonFiniteGuard | None = None) -> torch.Tensor:
+        return layer.forward(self.x[rows], self.ids[rows], self.p[rows], self.prepared, self.spec, guard)
+
+    def reference(self) -> torch.Tensor:
+        given = self.on_cpu
+        prepared = reference.prepare(self.weights, self.spec)
+        return reference.forward(given.x, given.topk_ids, given.topk_weights, prepared, self.spec)
+
+
+def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found.cpu().double() - expected.double()).norm() / expected.double().norm())
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", SPECS)
+def test_forward_is_the_references(shape: LayerShape, name: str) -> None:
+    """But for the order of sums along K, whose FP32 roundings move few BF16 outputs."""
+    case = Case(shape, named_spec(name))
+    found, expected = case.forward().cpu(), case.reference()
+    assert relative(found, expected) < 2e-3
+    assert (found == expected).float().mean() > 0.95
+
+
+@pytest.mark.parametrize("shape", [SMALL, pytest.param(LARGE, marks=GPU)])
+def test_a_token_has_the_same_bits_in_any_company(shape: LayerShape, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the product of many rows or of few, alone or not."""
+    case = Case(shape, named_spec("minite"))
+    outputs = []
+    for few in (True, False):
+        monkeypatch.setattr(tuning, "few_rows", lambda slots, experts, few=few: few)
+        outputs += [case.forward(), torch.cat([case.forward(slice(0, 3)), case.forward(slice(3, None))])]
+    for other in outputs[1:]:
+        assert torch.equal(other, outputs[0])
+
+
+@pytest.mark.parametrize("shape", [SMALL, pytest.param(LARGE, marks=GPU)])
+@pytest.mark.parametrize("master", [torch.float32, torch.bfloat16])
+def test_gradients(shape: LayerShape, master: torch.dtype) -> None:
+    """Against the reference's; and each weight gradient, a single product, against float64."""
+    case = Case(shape, named_spec("minite"))
+    given = case.on_cpu
+    d_output = torch.randn(given.x.shape, generator=torch.Generator().manual_seed(1)).bfloat16()
+
+    def gradients(function: object, prepared: object, device: torch.device | str) -> list[torch.Tensor]:
+        leaves = [
+            t.to(device) for t in (given.x, given.topk_weights, given.w13.to(master), given.w2.to(master))
+        ]
+        leaves = [leaf.detach().clone().requires_grad_() for leaf in leaves]
+        x, p, w13, w2 = leaves
+        output = function(x, given.topk_ids.to(device), p, w13, w2, prepared, case.spec)
+        return list(torch.autograd.grad(output, leaves, d_output.to(device)))
+
+    expected = gradients(autograd.expert_layer, reference.prepare(case.weights, case.spec), "cpu")
+    found = gradients(layer.expert_layer, case.prepared, DEVICE)
+    for own, other in zip(found, expected, strict=True):
+        assert own.dtype == other.dtype
+        assert relative(own, other) < 4e-3
+    again = gradients(layer.expert_layer, case.prepared, DEVICE)
+    assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
+    exact = exact_gradients(given, d_output, case.spec)
+    assert relative(found[3], exact.w2) < (2e-3 if master is torch.float32 else 2.5e-3)
+
+
+def test_an_expert_without_tokens_gets_zero_gradients() -> None:
+    case = Case(SMALL, named_spec("minite"))
+    ids = torch.zeros_like(case.ids)
+    ids[:, 1] = 3
+    w13, w2 = (w.to(DEVICE).requires_grad_() for w in (case.on_cpu.w13, case.on_cpu.w2))
+    layer.expert_layer(case.x, ids, case.p, w13, w2, case.prepared, case.spec).sum().backward()
+    for gradient in (w13.grad, w2.grad):
+        assert gradient is not None
+        assert not gradient[1:3].any() and gradient[0].any() and gradient[3].any()
+
+
+def test_values_that_are_not_finite() -> None:
+    case = Case(SMALL, named_spec("minite"))
+    case.x[2, 5] = torch.nan
+    guard = NonFiniteGuard(7, 4)
+    case.forward(guard=guard)
+    with pytest.raises(ValueError, match=r"layer 7: FC1 input of expert"):
+        guard.check()
+    guard.check()
+    with pytest.raises(ValueError, match="not finite"):
+        case.forward()
+
+
+def test_arguments_that_do_not_fit() -> None:
+    case = Case(SMALL, named_spec("minite"))
+    with pytest.raises(ValueError, match=r"expert ids must be in \[0, 4\)"):
+        layer.forward(case.x, case.ids + 2, case.p, case.prepared, case.spec)
+    with pytest.raises(ValueError, match="prepared under"):
+        layer.forward(case.x, case.ids, case.p, case.prepared, named_spec("minite_expert"))
+    with pytest.raises(ValueError, match="x must be"):
+        layer.forward(case.x[:, :64], case.ids, case.p, case.prepared, case.spec)
+    for name in ("te_exact", "bf16", "minite_mxfp8_backward"):
+        with pytest.raises(ValueError, match="does not compute"):
+            layer.check_spec(named_spec(name))
+
+
+def test_no_tokens() -> None:
+    case = Case(SMALL, named_spec("minite"))
+    assert case.forward(slice(0, 0)).shape == (0, 128)
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_quantised_weights_are_the_references(name: str) -> None:
+    spec = named_spec(name)
+    given: LayerInput = synthetic_layer(SMALL, "heavy", 3)
+    expected = ExpertWeights.quantize(given.w13, given.w2, spec).tensors()
+    found = layer.quantize(given.w13.to(DEVICE), given.w2.to(DEVICE), spec).tensors()
+    assert expected.keys() == found.keys()
+    for key, tensor in expected.items():
+        assert torch.equal(found[key].cpu(), tensor), key
+
+
+@pytest.mark.parametrize("shape", [pytest.param(LARGE, marks=GPU), pytest.param(SMALL, marks=GPU)])
+def test_cuda_graph(shape: LayerShape) -> None:
+    case = Case(shape, named_spec("minite"))
+    guard = NonFiniteGuard(0, shape.experts)
+    expected = case.forward(guard=guard)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = case.forward(guard=guard)
+    case.x.copy_(case.x.flip(0)), case.ids.copy_(case.ids.flip(0)), case.p.copy_(case.p.flip(0))
+    graph.replay()
+    assert torch.equal(output, expected.flip(0))
+    guard.check()
+
+
+@pytest.mark.parametrize("shape", [pytest.param(SMALL, marks=GPU)])
+def test_operators_follow_pytorchs_rules(shape: LayerShape) -> None:
+    case = Case(shape, named_spec("minite"))
+    matrices = case.prepared.w13.tensors(), case.prepared.w2.tensors()
+    torch.library.opcheck(ops.experts, (case.x, case.ids, case.p, *matrices))
+    masters = [w.to(DEVICE).requires_grad_() for w in (case.on_cpu.w13, case.on_cpu.w2)]
+    # Its rows that no slot uses hold anything, so that two runs cannot be compared whole.
+    utilities = ("test_schema", "test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(
+        ops.experts_for_gradient, (case.x, case.ids, case.p, *masters, *matrices), test_utils=utilities
+    )
+
+
+@pytest.mark.parametrize("shape", [pytest.param(SMALL, marks=GPU)])
+def test_compiled(shape: LayerShape) -> None:
+    """`torch.compile` without a break, the same bits."""
+    case = Case(shape, named_spec("minite"))
+    matrices = case.prepared.w13.tensors(), case.prepared.w2.tensors()
+    w13, w2 = (w.to(DEVICE).requires_grad_() for w in (case.on_cpu.w13, case.on_cpu.w2))
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        return ops.experts_for_gradient(x, case.ids, case.p, w13, w2, *matrices)[0] * 2
+
+    expected = torch.autograd.grad(run(case.x).sum(), (w13, w2))
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(case.x), run(case.x))
+    found = torch.autograd.grad(compiled(case.x).sum(), (w13, w2))
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))

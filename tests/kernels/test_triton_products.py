@@ -1,0 +1,124 @@
+"""Grouped products, the product of few rows, and the weights' layouts, against float64 and each other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+
+from kernels.catalogue import named_spec
+from kernels.quantize import QuantizedTensor, decode, quantize_weight
+from kernels.triton.decode_gemm import decode_gemm
+from kernels.triton.grouped_gemm import grouped_gemm
+from kernels.triton.grouping import ExpertGroups, group
+from kernels.triton.matrix import ExpertMatrix
+from kernels.triton.quantize import GroupedOperand, permute_quantize
+from kernels.triton.tuning import EMULATED, DecodeTile, GroupedTile
+from tests.kernels.triton_env import DEVICE, GPU
+
+SPEC = named_spec("minite")
+assert SPEC.activation is not None and SPEC.weight is not None
+SHAPES = [(4, 128, 128), (3, 256, 384), (2, 48, 80)]  # experts, N, K; the last fits no tile
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    operand: GroupedOperand
+    matrix: ExpertMatrix
+    groups: ExpertGroups
+    weight: QuantizedTensor
+
+    def out(self) -> torch.Tensor:
+        return torch.full(
+            (self.groups.rows, self.matrix.shape[1]), torch.nan, dtype=torch.bfloat16, device=DEVICE
+        )
+
+
+def make(shape: tuple[int, int, int], ids: list[list[int]], align: int = 128, seed: int = 0) -> Case:
+    experts, features, width = shape
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(len(ids), width, generator=generator).bfloat16()
+    w = torch.randn(experts, features, width, generator=generator).bfloat16()
+    weight = quantize_weight(w, SPEC.weight)
+    on_device = QuantizedTensor(
+        *(t.to(DEVICE) for t in (weight.codes, weight.block_scales, weight.outer_scales))
+    )
+    groups = group(
+        torch.tensor(ids, dtype=torch.int64, device=DEVICE).view(len(ids), len(ids[0]) if ids else 2),
+        experts,
+        align,
+    )
+    operand = permute_quantize(x.to(DEVICE), groups, SPEC.activation, packed=False, decoded=True)
+    return Case(operand, ExpertMatrix.of(on_device, native=False), groups, weight)
+
+
+def bounds(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
+    """BF16 limits of every used row: float64 products of the decoded operands, 1e-6 of the summed magnitudes away."""
+    used = (case.groups.slot_of_row >= 0).cpu()
+    expert = case.groups.expert_of_row().cpu()[used]
+    assert case.operand.decoded is not None
+    a = case.operand.decoded.cpu()[used].double()
+    w = decode(case.weight, SPEC.weight).double()[expert]
+    outer = case.operand.outer_scales.cpu()[used, None] * case.weight.outer_scales[expert]
+    exact = torch.einsum("rk,rnk->rn", a, w) * outer
+    slack = 1e-6 * torch.einsum("rk,rnk->rn", a.abs(), w.abs()) * outer
+    return (exact - slack).bfloat16(), (exact + slack).bfloat16()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_grouped_product_is_within_1e_6_of_float64(shape: tuple[int, int, int]) -> None:
+    """One expert has more rows than a tile, the second none."""
+    case = make(shape, [[0]] * 130 + [[shape[0] - 1]] * 3)
+    out = grouped_gemm(case.operand, case.matrix, case.groups, out=case.out()).cpu()
+    low, high = bounds(case)
+    used = (case.groups.slot_of_row >= 0).cpu()
+    assert ((out[used] >= low) & (out[used] <= high)).all()
+    padding = ~used & (torch.arange(case.groups.rows) < int(case.groups.starts[-1]))
+    assert not out[padding].any()
+
+
+@pytest.mark.parametrize("shape", SHAPES[:2])
+@pytest.mark.parametrize("rows", [16, 32])
+def test_product_of_few_rows_has_the_bits_of_the_grouped_one(shape: tuple[int, int, int], rows: int) -> None:
+    ids = [[0]] * 19 + [[shape[0] - 1]]
+    many, few = make(shape, ids), make(shape, ids, align=16)
+    expected = grouped_gemm(many.operand, many.matrix, many.groups, out=many.out())
+    out = decode_gemm(few.operand, few.matrix, few.groups, out=few.out(), tile=DecodeTile(rows))
+    assert torch.equal(
+        out[few.groups.row_of_slot.flatten().long()], expected[many.groups.row_of_slot.flatten().long()]
+    )
+
+
+def test_decoded_weights() -> None:
+    case = make((2, 128, 128), [[0]])
+    assert case.matrix.decoded is not None
+    assert torch.equal(case.matrix.decoded.cpu(), decode(case.weight, SPEC.weight).half())
+
+
+def test_no_tokens() -> None:
+    case = make((2, 128, 128), [])
+    assert grouped_gemm(case.operand, case.matrix, case.groups, out=case.out()).shape == (0, 128)
+    assert decode_gemm(case.operand, case.matrix, case.groups, out=case.out()).shape == (0, 128)
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    case, other = make((2, 128, 128), [[0]]), make((2, 48, 80), [[0]])
+    with pytest.raises(ValueError, match="must be contiguous"):
+        grouped_gemm(case.operand, other.matrix, case.groups, out=case.out())
+    with pytest.raises(ValueError, match="multiples of 128"):
+        decode_gemm(other.operand, other.matrix, other.groups, out=other.out())
+    with pytest.raises(ValueError, match="other form"):
+        grouped_gemm(replace(case.operand, decoded=None), case.matrix, case.groups, out=case.out())
+    few = make((2, 128, 128), [[0]], align=16)
+    with pytest.raises(ValueError, match="aligned"):
+        grouped_gemm(few.operand, few.matrix, few.groups, out=few.out())
+
+
+@pytest.mark.parametrize("tile", [pytest.param(tile, marks=GPU) for tile in EMULATED])
+def test_every_tile_gives_the_same_bits(tile: GroupedTile) -> None:
+    case = make((4, 512, 384), [[i % 3, 3] for i in range(300)])
+    expected = grouped_gemm(case.operand, case.matrix, case.groups, out=case.out(), tile=EMULATED[0])
+    out = grouped_gemm(case.operand, case.matrix, case.groups, out=case.out(), tile=tile)
+    used = case.groups.slot_of_row >= 0
+    assert torch.equal(out[used], expected[used])
