@@ -119,6 +119,13 @@ class ExpertMethod(FusedMoEMethodBase):
         """To be called after writing into `weights`."""
         self._prepared = None
 
+    def prepared(self) -> PreparedExperts:
+        """What `apply` computes with: made from `weights` when it is first asked for."""
+        if self._prepared is None:
+            assert self.weights is not None, "the checkpoint is not loaded"
+            self._prepared = reference.prepare(self.weights, self.spec)
+        return self._prepared
+
     def apply(
         self,
         layer: RoutedExperts,
@@ -130,12 +137,9 @@ class ExpertMethod(FusedMoEMethodBase):
     ) -> torch.Tensor:
         """x [T, H], float32 [T, k], integer [T, k] -> [T, H] in x.dtype."""
         self.calls += 1
-        if self._prepared is None:
-            assert self.weights is not None, f"{layer.layer_name} is not loaded"
-            self._prepared = reference.prepare(self.weights, self.spec)
         ids, coefficients = sort_slots(topk_ids, topk_weights)
         self.chosen = ids
-        output = reference.forward(x, ids, coefficients, self._prepared, self.spec, self.guard)
+        output = reference.forward(x, ids, coefficients, self.prepared(), self.spec, self.guard)
         return output.to(x.dtype)
 
     def get_fused_moe_quant_config(self, layer: RoutedExperts) -> None:
