@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +15,7 @@ from kernels.swizzle import swizzled_size
 
 _WIRE_NAME = re.compile(r"model\.layers\.(\d+)\.experts\.(.+)")
 TORCH_TYPE = {FloatType.BF16: torch.bfloat16, FloatType.FP32: torch.float32}
+WeightQuantizer = Callable[..., QuantizedTensor]
 _BLOCK_SHAPE = {
     Block.ROW_16: (1, 16),
     Block.ROW_32: (1, 32),
@@ -51,10 +52,17 @@ class ExpertWeights:
     spec: ExecutionSpec
 
     @classmethod
-    def quantize(cls, w13: torch.Tensor, w2: torch.Tensor, spec: ExecutionSpec) -> ExpertWeights:
+    def quantize(
+        cls,
+        w13: torch.Tensor,
+        w2: torch.Tensor,
+        spec: ExecutionSpec,
+        quantizer: WeightQuantizer = quantize_weight,
+    ) -> ExpertWeights:
         """A snapshot of the master weights (BF16 or FP32, shapes as above) under `spec`.
 
-        Raises ValueError for shapes that do not fit each other and for weights `quantize_weight` refuses.
+        quantizer: does what `kernels.quantize.quantize_weight` does. Raises ValueError for shapes that do not fit each
+        other and for weights that the quantiser refuses.
         """
         experts, two_ffn, hidden = w13.shape
         if two_ffn % 2 or w2.shape != (experts, hidden, two_ffn // 2):
@@ -66,7 +74,7 @@ class ExpertWeights:
             if spec.weight is None:
                 stored[f"{name}.weight"] = operand
                 continue
-            quantized = quantize_weight(operand, spec.weight, halves=name == "w13")
+            quantized = quantizer(operand, spec.weight, halves=name == "w13")
             parts = {
                 "codes": quantized.codes,
                 "block_scales": stored_scales(quantized, spec.weight),

@@ -13,8 +13,8 @@ A receiver generates in IDLE only, so that nothing half-new, and nothing that wa
 installation that failed, or was rejected) serves nothing either; a sync of whole tensors brings it back, and only that.
 
 Every message names the sync's `session`; two syncs cannot mix. A chunk carries its number, the pieces in its payload
-and a checksum over both (`kernels.digest.fast_digest`: against accidents, not adversaries). Chunks come in order. A
-refused message changes nothing, and its error says what was wrong; the sender then aborts.
+with a digest of each (`kernels.digest.fast_digest`: against accidents, not adversaries) and a checksum over all that.
+Chunks come in order. A refused message changes nothing, and its error says what was wrong; the sender then aborts.
 
 Digests cover, under their names on the wire, all tensors held, and the tensors that the receiver derives from them
 (decoded weights, decode scales), which the sender derives from its own.
@@ -30,7 +30,7 @@ from math import prod
 
 import torch
 
-from kernels.digest import byte_view, fast_digest
+from kernels.digest import byte_view, fast_digests
 
 ALIGNMENT = 16  # bytes; every piece of a payload starts at a multiple of it
 
@@ -111,16 +111,19 @@ class Announcement:
 
 @dataclass(frozen=True)
 class Piece:
-    """One tensor in a chunk: its name, how it is encoded (see `rl.sync.codecs`), and the bytes of the encoding."""
+    """One tensor in a chunk: its name, how it is encoded (see `rl.sync.codecs`), the bytes of the encoding, and their
+    digest, which `make_chunk` fills in.
+    """
 
     name: str
     encoding: str
     nbytes: int
+    digest: int = 0
 
 
 @dataclass(frozen=True)
 class ChunkHeader:
-    """checksum: in [0, 2^64), `checksum` of the rest of the header and of the payload."""
+    """checksum: in [0, 2^64), of the rest of the header, and so of the digests in it."""
 
     session: str
     number: int
@@ -146,8 +149,10 @@ def make_chunk(session: str, number: int, pieces: Sequence[tuple[Piece, torch.Te
     payload = (
         parts[0] if len(parts) == 1 else torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
     )
-    header = ChunkHeader(session, number, tuple(piece for piece, _ in pieces))
-    return Chunk(replace(header, checksum=checksum(header, payload)), payload)
+    digests = _digests([content for _, content in pieces])
+    said = tuple(replace(piece, digest=digest) for (piece, _), digest in zip(pieces, digests, strict=True))
+    header = ChunkHeader(session, number, said)
+    return Chunk(replace(header, checksum=_checksum(header)), payload)
 
 
 def open_chunk(chunk: Chunk) -> list[tuple[Piece, torch.Tensor]]:
@@ -159,19 +164,17 @@ def open_chunk(chunk: Chunk) -> list[tuple[Piece, torch.Tensor]]:
             f"chunk {header.number} has a payload of {payload.numel() * payload.element_size()} bytes, its pieces need"
             f" {expected}"
         )
-    if checksum(header, payload) != header.checksum:
-        raise RefusedError(f"chunk {header.number} is corrupt: its checksum is another")
+    if _checksum(header) != header.checksum:
+        raise RefusedError(f"chunk {header.number} is corrupt: its header has another checksum")
     opened, start = [], 0
     for piece in header.pieces:
         opened.append((piece, payload[start : start + piece.nbytes]))
         start += _padded(piece.nbytes)
+    digests = _digests([content for _, content in opened])
+    wrong = [p.name for p, digest in zip(header.pieces, digests, strict=True) if p.digest != digest]
+    if wrong:
+        raise RefusedError(f"chunk {header.number} is corrupt: {listed(wrong, ', ')}")
     return opened
-
-
-def checksum(header: ChunkHeader, payload: torch.Tensor) -> int:
-    text = repr((header.session, header.number, header.pieces))
-    said = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
-    return (said + int(fast_digest(payload))) % 2**64
 
 
 def buckets(manifest: Manifest, limit: int) -> list[list[str]]:
@@ -226,3 +229,13 @@ def manifest_problems(offered: Manifest, expected: Manifest) -> list[str]:
 
 def _padded(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def _digests(contents: Sequence[torch.Tensor]) -> list[int]:
+    """`fast_digest` of each, in one wait for the device."""
+    return list(fast_digests({str(i): content for i, content in enumerate(contents)}).values())
+
+
+def _checksum(header: ChunkHeader) -> int:
+    text = repr((header.session, header.number, header.pieces))
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")

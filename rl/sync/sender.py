@@ -15,7 +15,7 @@ from kernels.digest import fast_digest
 from kernels.experts import split_wire_name
 from kernels.precision_map import PrecisionMap
 from rl.sync.codecs import CODECS
-from rl.sync.codecs.base import Codec
+from rl.sync.codecs.base import WHOLE, Codec
 from rl.sync.codecs.delta import changed_bytes
 from rl.sync.protocol import (
     Announcement,
@@ -81,6 +81,7 @@ class _Export:
     from_kept: bool
     next_chunk: int = 0
     scalars: dict[str, torch.Tensor] = field(default_factory=dict)  # digests that are not read yet
+    digests: dict[str, int] = field(default_factory=dict)
     nbytes: int = 0
     changed: int = 0
     seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
@@ -156,13 +157,16 @@ class Sender:
             assert name == expected, f"the source exports {name} where its layout has {expected}"
             piece, content = export.codec.encode(name, tensor, export.base.get(name))
             if not export.from_kept and not export.codec.operands:
-                export.scalars[name] = fast_digest(tensor)
+                if piece.encoding != WHOLE:  # else the chunk has it
+                    export.scalars[name] = fast_digest(tensor)
                 self._remember(name, tensor)
                 export.changed += changed_bytes(piece, tensor)
             export.nbytes += piece.nbytes
             pieces.append((piece, content))
         chunk = make_chunk(export.said.session, export.next_chunk, pieces)
         export.next_chunk += 1
+        if not export.codec.operands:
+            export.digests |= {p.name: p.digest for p in chunk.header.pieces if p.encoding == WHOLE}
         return chunk
 
     def close(self) -> Sent:
@@ -218,9 +222,9 @@ class Sender:
         for name, tensor in self._source.export_derived(self._map):
             export.scalars[name] = fast_digest(tensor)
         if not export.scalars:
-            return {}
+            return export.digests
         numbers = torch.stack(list(export.scalars.values())).tolist()
-        return dict(zip(export.scalars, (number % 2**64 for number in numbers), strict=True))
+        return export.digests | dict(zip(export.scalars, (number % 2**64 for number in numbers), strict=True))
 
     def _remember(self, name: str, tensor: torch.Tensor) -> None:
         if not self._keep:
