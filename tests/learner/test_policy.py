@@ -367,16 +367,16 @@ def test_what_is_said_of_an_export_is_what_comes(
     """Names, shapes and types ahead of it; the operands that it is quantised from; what engines derive from it."""
     policy = make_policy(model_folder(family), "minite")
     policy.supervised_step(*sequences)
-    for precision_map in (policy.precision_map, PrecisionMap.resolve(LAYERS, named_spec("bf16"))):
-        exported = dict(policy.export(precision_map))
-        layout = policy.export_layout(precision_map)
+    for target in (policy.precision_map, PrecisionMap.resolve(LAYERS, named_spec("bf16"))):
+        exported = dict(policy.export(target))
+        layout = policy.export_layout(target)
         assert list(layout) == list(exported)
         assert layout == {name: (tuple(t.shape), t.dtype) for name, t in exported.items()}
         operands, derived = (
-            dict(policy.export_operands(precision_map)),
-            dict(policy.export_derived(precision_map)),
+            dict(policy.export_operands(target)),
+            dict(policy.export_derived(target)),
         )
-        for layer, spec in enumerate(precision_map.layers):
+        for layer, spec in enumerate(target.layers):
             pair = (operands.pop(wire_name(layer, f"{matrix}.weight")) for matrix in ("w13", "w2"))
             quantized = ExpertWeights.quantize(*pair, spec)
             for part, tensor in quantized.tensors().items():

@@ -8,9 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kernels.digest import fast_digest
 from rl.sync.protocol import (
@@ -28,51 +25,8 @@ from rl.sync.protocol import (
     make_chunk,
     open_chunk,
 )
-from rl.sync.receiver import Receiver
-from rl.sync.sender import Sender
-from tests.rl.sync.worlds import MAP, Learner, Model, copied, equal, sync, wanted
-
-CODECS = ("packed", "delta", "bf16")
-LIMIT = 1000
-
-
-class World:
-    """A receiver that was synced to version 1, and a sync of version 2 begun with all its chunks made."""
-
-    def __init__(self, codec: str = "packed", step: float = 1e-2) -> None:
-        self.learner, self.model = Learner(), Model()
-        self.sender, self.receiver = Sender(self.learner, MAP, keep=True), Receiver(self.model)
-        sync(self.sender, self.receiver, 1)
-        self.old = self.model.everything()
-        self.learner.step(step)
-        self.new = wanted(self.learner)
-        base = self.sender.kept_root if codec == "delta" else None
-        self.said = self.sender.open("two", 2, codec, LIMIT, base)
-        self.chunks = [copied(self.sender.chunk()) for _ in range(self.said.chunks)]
-        self.sent = self.sender.close()
-
-    def begin(self, **changes: Any) -> None:
-        self.receiver.begin(replace(self.said, **changes))
-
-    def deliver(self, *numbers: int) -> None:
-        for number in numbers or range(len(self.chunks)):
-            self.receiver.receive(self.chunks[number])
-
-    def finish(self) -> None:
-        installed = self.receiver.end("two")
-        attest(self.sent.digests, installed.digests, "it", 2)
-        self.receiver.commit("two")
-
-    def assert_untouched(self) -> None:
-        """Nothing live has changed; after an abort it serves as before, and the sync passes when it is done right."""
-        assert equal(self.model.everything(), self.old)
-        self.receiver.abort()
-        assert (self.receiver.state, self.model.version, self.model.closed) == (State.IDLE, 1, None)
-        self.begin()
-        self.deliver()
-        self.finish()
-        assert equal(self.model.everything(), self.new)
-        assert (self.receiver.state, self.model.version, self.model.closed) == (State.IDLE, 2, None)
+from tests.rl.sync.faults import CHUNKS, CODECS, LIMIT, World, encoded_as, huge, sealed
+from tests.rl.sync.worlds import MAP, equal
 
 
 @pytest.mark.parametrize("codec", CODECS)
@@ -124,96 +78,6 @@ def test_announcements_that_do_not_fit_are_refused(
         world.begin(**change(world.said))
     assert world.model.closed is None
     world.assert_untouched()
-
-
-def sealed(chunk: Chunk, **changes: Any) -> Chunk:
-    """The chunk with another header or payload and a checksum that is right again."""
-    payload = changes.pop("payload", chunk.payload)
-    header = replace(chunk.header, **changes)
-    pieces, start = [], 0
-    for piece in header.pieces:
-        pieces.append((piece, payload[start : start + piece.nbytes]))
-        start += -(-piece.nbytes // 16) * 16
-    return Chunk(make_chunk(header.session, header.number, pieces).header, payload)
-
-
-def flipped(chunk: Chunk) -> Chunk:
-    payload = chunk.payload.clone()
-    payload[0] ^= 4
-    return Chunk(chunk.header, payload)
-
-
-def renamed(chunk: Chunk, name: str) -> Chunk:
-    first, *rest = chunk.header.pieces
-    return sealed(chunk, pieces=(replace(first, name=name), *rest))
-
-
-def encoded_as(chunk: Chunk, encoding: str) -> Chunk:
-    first, *rest = chunk.header.pieces
-    return sealed(chunk, pieces=(replace(first, encoding=encoding), *rest))
-
-
-def longer(chunk: Chunk) -> Chunk:
-    """A tensor with sixteen bytes too many, everything else right."""
-    *rest, last = chunk.header.pieces
-    payload = torch.cat((chunk.payload, torch.zeros(16, dtype=torch.uint8)))
-    return sealed(chunk, pieces=(*rest, replace(last, nbytes=last.nbytes + 16)), payload=payload)
-
-
-def huge(world: World) -> Chunk:
-    """Everything in one chunk."""
-    pieces = [entry for chunk in world.chunks for entry in open_chunk(chunk)]
-    return make_chunk("two", 0, pieces)
-
-
-CHUNKS: dict[str, tuple[Callable[[World], Chunk], type[Exception], str]] = {
-    "missing": (lambda w: w.chunks[2], RefusedError, "chunk 2 came where chunk 1 was due"),
-    "duplicate": (lambda w: w.chunks[0], RefusedError, "chunk 0 came a second time where chunk 1 was due"),
-    "extra": (
-        lambda w: Chunk(replace(w.chunks[1].header, number=99), w.chunks[1].payload),
-        RefusedError,
-        r"chunk 99 came, \d+ were announced",
-    ),
-    "truncated": (
-        lambda w: Chunk(w.chunks[1].header, w.chunks[1].payload[:-16]),
-        RefusedError,
-        r"chunk 1 has a payload of \d+ bytes, its pieces need \d+",
-    ),
-    "no payload": (
-        lambda w: Chunk(w.chunks[1].header, w.chunks[1].payload[:0]),
-        RefusedError,
-        "payload of 0 bytes",
-    ),
-    "padded": (
-        lambda w: Chunk(w.chunks[1].header, torch.cat((w.chunks[1].payload, w.chunks[1].payload[:1]))),
-        RefusedError,
-        "its pieces need",
-    ),
-    "corrupt payload": (lambda w: flipped(w.chunks[1]), RefusedError, "chunk 1 is corrupt"),
-    "corrupt header": (
-        lambda w: Chunk(replace(w.chunks[1].header, checksum=1), w.chunks[1].payload),
-        RefusedError,
-        "chunk 1 is corrupt",
-    ),
-    "payload of the chunk before": (
-        lambda w: Chunk(w.chunks[1].header, w.chunks[0].payload),
-        RefusedError,
-        "chunk 1 (is corrupt|has a payload of)",
-    ),
-    "unknown tensor": (lambda w: renamed(w.chunks[1], "extra"), RefusedError, "chunk 1: extra is unknown"),
-    "tensor of a former chunk": (
-        lambda w: renamed(w.chunks[1], w.chunks[0].header.pieces[0].name),
-        RefusedError,
-        "chunk 1: .* came twice",
-    ),
-    "unknown encoding": (lambda w: encoded_as(w.chunks[1], "zip"), RefusedError, "unknown encoding 'zip'"),
-    "too long a tensor": (lambda w: longer(w.chunks[1]), RefusedError, r"came with \d+ bytes, .* has \d+"),
-    "another session": (
-        lambda w: sealed(w.chunks[1], session="three"),
-        ProtocolError,
-        "chunk 1 belongs to sync three, open is two",
-    ),
-}
 
 
 @pytest.mark.parametrize("fault", CHUNKS)
@@ -341,121 +205,6 @@ def test_two_syncs_at_once_do_not_mix() -> None:
             call()
 
 
-@pytest.mark.parametrize("delivered", [0, 3])
-def test_a_sender_that_dies_leaves_a_receiver_that_serves_nothing_until_it_is_released(
-    delivered: int,
-) -> None:
-    world = World()
-    world.begin()
-    world.deliver(*range(delivered)) if delivered else None
-    other = Sender(world.learner, MAP, keep=True)  # its successor knows nothing of the sync
-    said = other.open("other", 2, "packed", LIMIT)
-    with pytest.raises(ProtocolError, match="the sync of version 2 is still open"):
-        world.receiver.begin(said)
-    assert world.model.closed == "the sync of weights version 2 is open"
-    world.assert_untouched()
-
-
-def test_a_sender_that_dies_after_the_end_leaves_nothing_served() -> None:
-    world = World()
-    world.begin()
-    world.deliver()
-    world.receiver.end("two")
-    assert world.model.closed is not None
-    world.receiver.abort()
-    assert world.receiver.state is State.TORN
-    assert "rejected after their installation; a sync of whole tensors is needed" in str(world.model.closed)
-
-
-def test_a_receiver_that_dies_is_known_by_its_content_and_gets_whole_tensors() -> None:
-    world = World("delta")
-    world.begin()
-    world.deliver(0)
-    successor = Receiver(Model())  # as the engine starts: version 0, attested by nobody
-    assert successor.held().root is None
-    with pytest.raises(RefusedError, match=r"changes content [0-9a-f]{16}, held is None"):
-        successor.begin(world.said)
-    said = world.sender.open_kept("whole", LIMIT)
-    successor.begin(said)
-    for _ in range(said.chunks):
-        successor.receive(copied(world.sender.chunk()))
-    installed = successor.end("whole")
-    attest(world.sender.close().digests, installed.digests, "it", 2)
-    successor.commit("whole")
-    assert (successor.held().version, successor.held().root) == (2, world.sender.kept_root)
-    assert equal(successor.holder.everything(), world.new)  # type: ignore[attr-defined]
-
-
-def test_an_installation_that_fails_serves_nothing_until_whole_tensors_come(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    world = World()
-    world.begin()
-    world.deliver()
-
-    def fail() -> dict[str, torch.Tensor]:
-        raise RuntimeError("out of memory")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(world.model, "refresh", fail)
-        with pytest.raises(RuntimeError, match="out of memory"):
-            world.receiver.end("two")
-    assert world.receiver.state is State.TORN
-    assert str(world.model.closed).startswith("installing weights version 2 failed: out of memory")
-    assert world.receiver.held().root is None
-
-    changes = World("delta").said
-    with pytest.raises(RefusedError, match=r"held is None \(torn\)"):
-        world.receiver.begin(replace(changes, base=changes.base))
-    world.begin()
-    world.receiver.abort()
-    assert world.receiver.state is State.TORN  # and an abort does not make it whole
-    assert world.model.closed is not None
-    world.begin()
-    world.deliver()
-    world.finish()
-    assert world.model.closed is None
-    assert equal(world.model.everything(), world.new)
-
-
-def stale_cache(model: Model) -> None:
-    """An engine that keeps what it had derived from the weights before."""
-    before = dict(model.derived)
-    model.refresh = lambda: before  # type: ignore[method-assign]
-
-
-FAULTS: list[tuple[Callable[[Model], None], str]] = [
-    (
-        stale_cache,
-        r"model.layers.0.experts.derived.w13.elements",
-    ),
-    (lambda m: setattr(m, "refresh", lambda: {}), r"model.layers.0.experts.derived.w13.elements"),
-]
-
-
-@pytest.mark.parametrize(("fault", "named"), FAULTS)
-def test_attestation_names_what_is_not_as_sent(fault: Callable[[Model], None], named: str) -> None:
-    world = World()
-    fault(world.model)
-    world.begin()
-    world.deliver()
-    with pytest.raises(AttestationError, match=rf"version 2: it holds other bytes than were sent: {named}"):
-        world.finish()
-    assert world.model.closed is not None
-    world.receiver.abort("two")
-    assert world.receiver.state is State.TORN
-
-
-def test_bytes_that_change_behind_the_checks_are_found() -> None:
-    """A payload that its memory's owner writes over between the arrival of the chunk and the end."""
-    world = World()
-    world.begin()
-    world.deliver()
-    world.chunks[1].payload[0] ^= 1
-    with pytest.raises(AttestationError, match=world.chunks[1].header.pieces[0].name):
-        world.finish()
-
-
 def test_many_differences_are_named_in_part() -> None:
     sent = {f"t{i}": i for i in range(9)}
     with pytest.raises(AttestationError, match=r"sampler 0 holds .*: t0, t1, t2, t3, t4 and 4 more"):
@@ -467,85 +216,6 @@ def test_buckets_keep_the_order_and_the_limit() -> None:
     manifest = {f"t{i}": TensorSpec("uint8", (size,)) for i, size in enumerate(sizes)}
     assert buckets(manifest, 60) == [["t0"], ["t1"], ["t2", "t3", "t4"], ["t5"], ["t6", "t7"]]
     assert buckets({}, 60) == []
-
-
-class AnySequence(RuleBasedStateMachine):
-    """Messages of two senders, right and wrong, in any order: what is served is always one of the senders' contents,
-    whole, and the very one that the version says.
-    """
-
-    @initialize(codec=st.sampled_from(CODECS))
-    def start(self, codec: str) -> None:
-        self.worlds = {"a": World(codec), "b": World(codec, step=0.1)}
-        self.worlds["b"].said = replace(self.worlds["b"].said, session="b", version=3)
-        self.model, self.receiver = self.worlds["a"].model, self.worlds["a"].receiver
-        self.worlds["a"].said = replace(self.worlds["a"].said, session="a")
-        self.content = {1: self.worlds["a"].old}
-        for name, version in (("a", 2), ("b", 3)):
-            own = self.worlds[name]
-            own.chunks = [sealed(chunk, session=name) for chunk in own.chunks]
-            self.content[version] = own.new
-        assert not equal(self.content[2], self.content[3])
-        self.version = 1
-
-    names = st.sampled_from(["a", "b"])
-
-    def tell(self, call: Callable[[], object]) -> bool:
-        try:
-            call()
-        except (ProtocolError, RefusedError) as error:
-            assert str(error)
-            return False
-        return True
-
-    @rule(name=names)
-    def begin(self, name: str) -> None:
-        if self.tell(lambda: self.receiver.begin(self.worlds[name].said)):
-            self.delivered = 0
-
-    @rule(name=names)
-    def all_chunks(self, name: str) -> None:
-        for chunk in self.worlds[name].chunks:
-            self.tell(lambda chunk=chunk: self.receiver.receive(chunk))
-
-    @rule(name=names, number=st.integers(0, 30), fault=st.sampled_from([None, *CHUNKS]))
-    def one_chunk(self, name: str, number: int, fault: str | None) -> None:
-        world = self.worlds[name]
-        chunk = world.chunks[number % len(world.chunks)] if fault is None else CHUNKS[fault][0](world)
-        self.tell(lambda: self.receiver.receive(chunk))
-
-    @rule(name=names)
-    def abort(self, name: str) -> None:
-        self.tell(lambda: self.receiver.abort(name))
-
-    @rule()
-    def release(self) -> None:
-        self.receiver.abort()
-
-    @rule(name=names)
-    def end(self, name: str) -> None:
-        world = self.worlds[name]
-        installed: list[Any] = []
-        if self.tell(lambda: installed.append(self.receiver.end(name))):
-            attest(world.sent.digests, installed[0].digests, name, world.said.version)
-            assert self.model.closed is not None
-
-    @precondition(lambda self: self.receiver.state is State.INSTALLED)
-    @rule(name=names)
-    def commit(self, name: str) -> None:
-        if self.tell(lambda: self.receiver.commit(name)):
-            self.version = self.worlds[name].said.version
-
-    @invariant()
-    def what_is_served_is_whole(self) -> None:
-        assert self.model.version == self.version
-        assert (self.model.closed is None) == (self.receiver.state is State.IDLE)
-        if self.receiver.state is State.IDLE:
-            assert equal(self.model.everything(), self.content[self.version])
-
-
-TestAnySequence = AnySequence.TestCase
-TestAnySequence.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
 
 
 def test_a_chunk_header_says_everything_that_its_payload_does_not() -> None:
