@@ -34,15 +34,23 @@ class Fleet:
         return metrics
 
     def generate(self, shares: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """`Sampler.generate` of each sampler with its share, all at once.
+        """`Sampler.generate` of each sampler with its share (prompts, seeds, sampling), all at once.
 
         The share of a sampler that dies is generated again by its successor: a response is a function of the weights
         and the arguments.
         """
         started = [
-            sampler.later.generate(*share) for sampler, share in zip(self.samplers, shares, strict=True)
+            sampler.later.generate(*share) if share[0] else None
+            for sampler, share in zip(self.samplers, shares, strict=True)
         ]
-        return [self._answer(index, call, shares[index]) for index, call in enumerate(started)]
+        return [
+            [] if call is None else self._answer(index, call, shares[index])
+            for index, call in enumerate(started)
+        ]
+
+    def ask(self, index: int, *share: Any) -> Any:
+        """`Sampler.generate` of one sampler."""
+        return self._answer(index, self.samplers[index].later.generate(*share), share)
 
     def report(self) -> EngineReport:
         report: EngineReport = self._weight_sync.report()

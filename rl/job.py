@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +98,7 @@ class Job:
         reward = self.config.reward
         return benchmark_metrics(
             self.exams,
-            self.engines.samplers[0].generate,
+            partial(self.engines.weight_sync.ask, 0),
             seed=self.config.run.seed,
             workers=reward.workers,
             timeout_s=reward.timeout_s,

@@ -243,6 +243,8 @@ def test_a_sampler_that_dies_at_work_is_replaced_and_its_share_done_again(fleet:
     world, samplers = fleet
     samplers.sync(1)
     assert samplers.generate([("a",), ("b",)]) == [(50, "a"), (51, "b")]
+    assert samplers.generate([("a",), ("",)]) == [(50, "a"), []]  # fewer prompts than samplers
+    assert samplers.ask(1, "c") == (51, "c")
     want = wanted(world.learner)
     world.learner.step()  # an update under way while the next batch is drawn
     world.samplers[1].dead = True
