@@ -96,10 +96,14 @@ class LearnerActor(Actor):
         from rl.sync.process_group import GroupOutlet
 
         self.outlet.close()
-        self.outlet = GroupOutlet(members, host, timeout_s, self.policy.device)
-        return self.outlet.port
+        outlet = GroupOutlet(members, host, timeout_s, self.policy.device)
+        self.outlet = outlet
+        return outlet.port
 
     def join_link(self) -> None:
+        from rl.sync.process_group import GroupOutlet
+
+        assert isinstance(self.outlet, GroupOutlet)
         self.outlet.join()
 
     def kept_root(self) -> str | None:

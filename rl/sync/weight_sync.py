@@ -169,17 +169,26 @@ class WeightSync:
 
     def _wait(self, calls: dict[int, Any]) -> dict[int, Any]:
         """The results; all calls are over. A death comes before an error: it may be the cause of the others' errors."""
-        results, errors = {}, []
+        results: dict[int, Any] = {}
+        errors: list[Exception] = []
         for index, call in calls.items():
             try:
                 results[index] = wait(call)
             except ActorDied as died:
-                errors.insert(0, SamplerLost(index, str(died)))
+                errors.insert(0, SamplerLost(index, str(died)) if self._is_gone(index) else died)
             except Exception as error:
                 errors.append(error)
         if errors:
             raise errors[0]
         return results
+
+    def _is_gone(self, index: int) -> bool:
+        """Whether it is this sampler that died, and not the learner, whose parcel it was to take."""
+        try:
+            wait(self._samplers[index].later.held())
+        except ActorDied:
+            return True
+        return False
 
     def _abort(self, indices: list[int]) -> None:
         """Release everybody who is still there; what ended the sync is what the caller hears of."""

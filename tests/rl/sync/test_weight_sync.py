@@ -44,6 +44,9 @@ class Local:
             self.dead = self.dead or method == self.dies_in
             if self.dead:
                 return ActorDied("the process ended")
+            failed = [argument for argument in args if isinstance(argument, Exception)]
+            if failed:
+                return failed[0]  # as Ray has it: a call fails with the call that was to give its argument
             if method == self.fails_in:
                 return ValueError(f"failed in {method}")
             try:
@@ -211,6 +214,20 @@ def test_a_sampler_that_missed_a_version_gets_whole_tensors_and_the_others_chang
     metrics = world.sync.sync(2)
     assert "sync/changed_share" in metrics
     assert world.all_hold(2)
+
+
+def test_a_learner_that_dies_in_a_sync_is_not_taken_for_a_sampler() -> None:
+    world = World()
+    world.sync.sync(1)
+    before = [world.model(index).everything() for index in (0, 1)]
+    world.learner.step()
+    world.remote.dies_in = "ship"
+    with pytest.raises(ActorDied, match="the process ended"):
+        world.sync.sync(2)
+    assert world.sync.lost() == []
+    for index in (0, 1):
+        assert (world.model(index).version, world.model(index).closed) == (1, None)
+        assert equal(world.model(index).everything(), before[index])
 
 
 def test_when_nobody_is_left_the_run_ends() -> None:
