@@ -3,10 +3,10 @@
     python scripts/bench/delta.py [--steps 1 10 100] [--lr 1e-6] [group.key=value ...]
 
 Takes recipe smollm2's model (SmolLM2-135M-Instruct, every FFN upcycled to experts) with FP32 masters, and does AdamW
-steps of the language-model loss on the recipe's prompts in the real learner. Printed, for each number of steps since the
-base: the share of bytes that changed, of BF16 operands, codes, block scales and outer scales; the bytes of the encoding
-as a share of the packed tensors; and the rates of encoding and decoding, in bytes of packed tensors a second. Whatever
-is decoded is compared with the new tensors.
+steps of the language-model loss on the recipe's prompts in the real learner. Printed, for each number of steps since
+the base: the share of bytes that changed, of BF16 operands, codes, block scales and outer scales; the bytes of the
+encoding as a share of the packed tensors; and the rates of encoding and decoding, in bytes of packed tensors a second.
+Whatever is decoded is compared with the new tensors.
 """
 
 from __future__ import annotations
