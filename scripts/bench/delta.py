@@ -24,7 +24,7 @@ from learner.policy import Policy
 from rl.compose import load_config
 from rl.models import initial_model, model_architecture
 from rl.sync.codecs.delta import Delta
-from rl.task import Task, problem_source
+from rl.task import Task, own_tokenizer, problem_source
 from rl.validate import resolve_maps
 
 Tensors = dict[str, torch.Tensor]
@@ -41,7 +41,8 @@ def main() -> None:
     arguments = parser.parse_args()
     config = load_config(["+recipe=smollm2", *arguments.overrides])
     source = problem_source(config.data, config.run.seed)
-    model = initial_model(config.model, None, config.run.seed, Path(config.run.cache_dir))
+    cache = Path(config.run.cache_dir)
+    model = initial_model(config.model, own_tokenizer(source, cache), config.run.seed, cache)
     precision_map, _ = resolve_maps(config.spec, model_architecture(model).layers)
     task = Task(config, source, model)
     policy = Policy(model, precision_map, config.learner, config.run.seed)
