@@ -29,13 +29,15 @@ def join(store: Any, host: str, rank: int, size: int, timeout_s: float, device: 
     """The group, once all members have joined. Raises RuntimeError when they do not come in time."""
     timeout = timedelta(seconds=timeout_s)
     if device.type == "cuda":
-        options = dist.ProcessGroupNCCL.Options()
+        nccl: Any = dist.ProcessGroupNCCL
+        options = nccl.Options()
         options._timeout = timeout
-        return dist.ProcessGroupNCCL(store, rank, size, options)
-    options = dist.ProcessGroupGloo._Options()
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]  # listens there and nowhere else
+        return nccl(store, rank, size, options)
+    gloo: Any = dist.ProcessGroupGloo
+    options = gloo._Options()
+    options._devices = [gloo.create_device(hostname=host)]  # listens there and nowhere else
     options._timeout = timeout
-    return dist.ProcessGroupGloo(store, rank, size, options)
+    return gloo(store, rank, size, options)
 
 
 class GroupOutlet:
