@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +13,9 @@ from kernels.quantizer_spec import Block, CodeLayout, QuantizerSpec, ScaleDomain
 from kernels.spec import ExecutionSpec, FloatType
 from kernels.swizzle import swizzled_size
 
+_WIRE_NAME = re.compile(r"model\.layers\.(\d+)\.experts\.(.+)")
 TORCH_TYPE = {FloatType.BF16: torch.bfloat16, FloatType.FP32: torch.float32}
+WeightQuantizer = Callable[..., QuantizedTensor]
 _BLOCK_SHAPE = {
     Block.ROW_16: (1, 16),
     Block.ROW_32: (1, 32),
@@ -23,6 +26,17 @@ _BLOCK_SHAPE = {
 def wire_name(layer: int, part: str) -> str:
     """The name under which part `part` (a key of `ExpertWeights.tensors`) of layer `layer` travels."""
     return f"model.layers.{layer}.experts.{part}"
+
+
+def derived_name(layer: int, part: str) -> str:
+    """The name of what an engine derives from a layer's stored tensors, a key of `PreparedExperts.derived`."""
+    return wire_name(layer, f"derived.{part}")
+
+
+def split_wire_name(name: str) -> tuple[int, str] | None:
+    """The inverse of `wire_name`; None for a name that is not one of an expert tensor."""
+    match = _WIRE_NAME.fullmatch(name)
+    return (int(match[1]), match[2]) if match else None
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,10 +52,17 @@ class ExpertWeights:
     spec: ExecutionSpec
 
     @classmethod
-    def quantize(cls, w13: torch.Tensor, w2: torch.Tensor, spec: ExecutionSpec) -> ExpertWeights:
+    def quantize(
+        cls,
+        w13: torch.Tensor,
+        w2: torch.Tensor,
+        spec: ExecutionSpec,
+        quantizer: WeightQuantizer = quantize_weight,
+    ) -> ExpertWeights:
         """A snapshot of the master weights (BF16 or FP32, shapes as above) under `spec`.
 
-        Raises ValueError for shapes that do not fit each other and for weights `quantize_weight` refuses.
+        quantizer: does what `kernels.quantize.quantize_weight` does. Raises ValueError for shapes that do not fit each
+        other and for weights that the quantiser refuses.
         """
         experts, two_ffn, hidden = w13.shape
         if two_ffn % 2 or w2.shape != (experts, hidden, two_ffn // 2):
@@ -53,7 +74,7 @@ class ExpertWeights:
             if spec.weight is None:
                 stored[f"{name}.weight"] = operand
                 continue
-            quantized = quantize_weight(operand, spec.weight, halves=name == "w13")
+            quantized = quantizer(operand, spec.weight, halves=name == "w13")
             parts = {
                 "codes": quantized.codes,
                 "block_scales": stored_scales(quantized, spec.weight),
@@ -67,7 +88,7 @@ class ExpertWeights:
         cls, num_experts: int, hidden: int, ffn: int, spec: ExecutionSpec, device: torch.device | str = "cpu"
     ) -> ExpertWeights:
         """Tensors of the right names, dtypes and shapes, all zero, to be filled."""
-        layout = _layout(num_experts, hidden, ffn, spec).items()
+        layout = expert_layout(num_experts, hidden, ffn, spec).items()
         stored = {key: torch.zeros(shape, dtype=dtype, device=device) for key, (shape, dtype) in layout}
         return cls(stored, spec)
 
@@ -81,7 +102,7 @@ class ExpertWeights:
         if widest not in tensors or tensors[widest].dim() != 3:
             raise ValueError(f"experts under {spec.name!r} need {widest} [E, 2F, *], got {sorted(tensors)}")
         experts, two_ffn, width = tensors[widest].shape
-        layout = _layout(experts, width * _codes_per_byte(spec.weight), two_ffn // 2, spec)
+        layout = expert_layout(experts, width * _codes_per_byte(spec.weight), two_ffn // 2, spec)
         problems = [f"{key} is unknown" for key in sorted(tensors.keys() - layout.keys())]
         for key, (shape, dtype) in layout.items():
             if key not in tensors:
@@ -120,14 +141,31 @@ class ExpertWeights:
         return QuantizedTensor(codes, scales, self.stored.get(f"{name}.outer_scales"))
 
 
+def operand_layout(
+    stored: Mapping[str, tuple[int, ...]], spec: ExecutionSpec
+) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Shapes of the stored tensors -> shape and dtype of what they are made of, `w13.weight` and `w2.weight`."""
+    shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+    for name in ("w13", "w2"):
+        if spec.weight is None:
+            shape = stored[f"{name}.weight"]
+        else:
+            *rows, width = stored[f"{name}.codes"]
+            shape = (*rows, width * _codes_per_byte(spec.weight))
+        shapes[f"{name}.weight"] = (shape, TORCH_TYPE[spec.operand])
+    return shapes
+
+
 def _codes_per_byte(quantizer: QuantizerSpec | None) -> int:
     return 2 if quantizer is not None and quantizer.code_layout is CodeLayout.EVEN_LOW else 1
 
 
-def _layout(
+def expert_layout(
     experts: int, hidden: int, ffn: int, spec: ExecutionSpec
 ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Shape and dtype of every stored tensor."""
+    """Shape and dtype of every stored tensor, in the order of `ExpertWeights.tensors`. Raises ValueError for widths
+    that the spec cannot hold.
+    """
     layout: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
     for name, rows, width in (("w13", 2 * ffn, hidden), ("w2", hidden, ffn)):
         if width == 0 or width % spec.width_multiple:

@@ -32,6 +32,15 @@ class PreparedExperts:
     w13: Decoded  # [E, 2F, H]
     w2: Decoded  # [E, H, F]
 
+    def derived(self) -> dict[str, torch.Tensor]:
+        """What was made from the stored tensors and is used in their place: decoded elements and outer scales."""
+        if self.spec.weight is None:
+            return {}  # the stored tensors themselves
+        parts = {"w13": self.w13, "w2": self.w2}
+        derived = {f"{name}.elements": part.elements for name, part in parts.items()}
+        scales = {f"{name}.outer_scales": part.outer_scales for name, part in parts.items()}
+        return derived | {name: tensor for name, tensor in scales.items() if tensor is not None}
+
 
 @dataclass(frozen=True, eq=False)
 class ExpertRows:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from kernels import backends
-from kernels.experts import ExpertWeights
+from kernels.experts import TORCH_TYPE, ExpertWeights
 from kernels.guard import NonFiniteGuard
 from kernels.quantizer_spec import Rounding
 from kernels.routing import sort_slots
@@ -140,6 +140,17 @@ class Experts(MegatronModule):
         if spec == self.execution_spec:
             return self._current()[0]
         return self._kernels(spec).quantize(self.weight1, self.weight2, spec)
+
+    def derived(self, spec: ExecutionSpec) -> dict[str, torch.Tensor]:
+        """What an engine under `spec` derives from `quantized(spec)`: `derived` of what the back end prepares."""
+        if spec == self.execution_spec:
+            return self._current()[1].derived()
+        return self._kernels(spec).prepare(self.quantized(spec), spec).derived()
+
+    def operands(self, spec: ExecutionSpec) -> dict[str, torch.Tensor]:
+        """What `quantized(spec)` is made of: the masters in the spec's operand type, `w13.weight` and `w2.weight`."""
+        dtype = TORCH_TYPE[spec.operand]
+        return {"w13.weight": self.weight1.detach().to(dtype), "w2.weight": self.weight2.detach().to(dtype)}
 
     def _seed(self) -> int | None:
         gradient = self.execution_spec.gradient

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from kernels.experts import wire_name
+from kernels.experts import derived_name, expert_layout, wire_name
 from kernels.precision_map import PrecisionMap
 from kernels.report import EngineReport, names
 from kernels.routing import NO_ROUTE
@@ -156,6 +156,41 @@ class Policy(Trainable):
         for layer, experts in enumerate(self.model.experts()):
             for part, tensor in experts.quantized(target.spec_for(layer)).tensors().items():
                 yield wire_name(layer, part), tensor
+
+    def export_layout(
+        self, precision_map: PrecisionMap | None = None
+    ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and dtype of everything that `export` gives, in its order; nothing is computed."""
+        target = precision_map or self.precision_map
+        check_precision_map(target, self.architecture)
+        state = self._state()
+        outside = [rule for rule in self.rules if not is_expert(rule.megatron)]
+        shapes = convert.hf_shapes(outside, {name: tensor.shape for name, tensor in state.items()})
+        types = {name: state[rule.megatron].dtype for rule in outside for name in rule.hf}
+        layout = {name: (tuple(shape), types[name]) for name, shape in shapes.items()}
+        for layer, experts in enumerate(self.model.experts()):
+            count, hidden, ffn = experts.weight2.shape
+            parts = expert_layout(count, hidden, ffn, target.spec_for(layer))
+            layout |= {wire_name(layer, part): entry for part, entry in parts.items()}
+        return layout
+
+    def export_operands(
+        self, precision_map: PrecisionMap | None = None
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """As `export`, for an engine that quantises for itself: of the experts `Experts.operands`."""
+        target = precision_map or self.precision_map
+        outside = [rule for rule in self.rules if not is_expert(rule.megatron)]
+        yield from convert.to_hf(self._state(), outside)
+        for layer, experts in enumerate(self.model.experts()):
+            for part, tensor in experts.operands(target.spec_for(layer)).items():
+                yield wire_name(layer, part), tensor
+
+    def export_derived(self, precision_map: PrecisionMap | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        """What an engine derives from the exported tensors, by name; see `kernels.experts.derived_name`."""
+        target = precision_map or self.precision_map
+        for layer, experts in enumerate(self.model.experts()):
+            for part, tensor in experts.derived(target.spec_for(layer)).items():
+                yield derived_name(layer, part), tensor
 
     def save_hf(self, folder: str | Path) -> None:
         """Write a model folder that transformers loads: weights in the model's type, tokenizer files

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kernels.digest import tensor_digest
 from kernels.precision_map import PrecisionMap
 from kernels.report import EngineReport
 from rl.cluster import LOG_VARIABLE
@@ -20,7 +19,12 @@ if TYPE_CHECKING:
     from learner.config import CriticConfig, LearnerConfig, ObjectiveConfig
     from learner.policy import Scores
     from rl.cluster import Remote
+    from rl.config import SyncConfig
     from rl.rollout import Sequences
+    from rl.sync.protocol import Announcement, Held
+    from rl.sync.receiver import Installed
+    from rl.sync.sender import Sent
+    from rl.sync.transport import Parcel
     from sampler.config import SamplerConfig, SamplingConfig
     from sampler.engine import Completion
 
@@ -52,7 +56,6 @@ class LearnerActor(Actor):
         from learner.policy import Policy
 
         self.policy = Policy(model_dir, precision_map, config, seed)
-        self._exported: dict[str, torch.Tensor] = {}
 
     def report(self) -> EngineReport:
         return self.policy.report()
@@ -80,22 +83,56 @@ class LearnerActor(Actor):
     ) -> float:
         return self.policy.supervised_step(tokens, lengths, loss_mask, lr=lr)
 
-    def open_export(self, precision_map: PrecisionMap) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """Manifest of the current weights, experts quantised under `precision_map`: name -> (dtype, shape)."""
-        self._exported = dict(self.policy.export(precision_map))
-        return {
-            name: (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
-            for name, tensor in self._exported.items()
-        }
+    def open_sender(self, precision_map: PrecisionMap, keep: bool, transport: str) -> None:
+        """Before any sync: what samplers hold, and how it travels; see `rl.sync.sender.Sender`."""
+        from rl.sync.links import open_outlet
+        from rl.sync.sender import Sender
 
-    def export_chunk(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
-        return {name: self._exported[name] for name in names}
+        self.sender = Sender(self.policy, precision_map, keep)
+        self.outlet = open_outlet(transport)
 
-    def close_export(self) -> dict[str, str]:
-        """Digests of everything that was exported."""
-        digests = {name: tensor_digest(tensor) for name, tensor in self._exported.items()}
-        self._exported = {}
-        return digests
+    def open_link(self, members: Sequence[int], host: str, timeout_s: float) -> int:
+        """A new process group, to be joined at the port that is returned."""
+        from rl.sync.process_group import GroupOutlet
+
+        self.outlet.close()
+        outlet = GroupOutlet(members, host, timeout_s, self.policy.device)
+        self.outlet = outlet
+        return outlet.port
+
+    def join_link(self) -> None:
+        from rl.sync.process_group import GroupOutlet
+
+        assert isinstance(self.outlet, GroupOutlet)
+        self.outlet.join()
+
+    def kept_root(self) -> str | None:
+        return self.sender.kept_root
+
+    def open_sync(
+        self, session: str, version: int, codec: str, bucket_bytes: int, base: str | None
+    ) -> Announcement:
+        return self.sender.open(session, version, codec, bucket_bytes, base)
+
+    def open_kept(self, session: str, bucket_bytes: int) -> Announcement:
+        return self.sender.open_kept(session, bucket_bytes)
+
+    def address(self, receivers: Sequence[int]) -> None:
+        self.outlet.address(receivers)
+
+    def ship(self) -> Parcel:
+        """Make the next chunk and begin to send it."""
+        return self.outlet.ship(self.sender.chunk())
+
+    def close_sync(self) -> Sent:
+        return self.sender.close()
+
+    def release(self) -> None:
+        """The receivers have no more use for what was shipped."""
+        self.outlet.flush()
+
+    def abort_sync(self) -> None:
+        self.sender.abort()
 
     def checkpoint(self, folder: Path) -> None:
         self.policy.checkpoint(folder)
@@ -139,11 +176,18 @@ class CriticActor(Actor):
 class SamplerActor(Actor):
     """`sampler.engine.Sampler` behind Ray."""
 
-    def __init__(self, model_dir: Path, precision_map: PrecisionMap, config: SamplerConfig):
+    def __init__(
+        self, model_dir: Path, precision_map: PrecisionMap, config: SamplerConfig, transport: str = "ray"
+    ):
         super().__init__()
+        from rl.sync.links import open_inlet
+        from rl.sync.receiver import Receiver
         from sampler.engine import Sampler
 
         self.sampler = Sampler(model_dir, precision_map, config)
+        self.receiver = Receiver(self.sampler.weights)
+        self.device = next(iter(self.sampler.weights.tensors().values())).device
+        self.inlet = open_inlet(transport, self.device)
 
     def report(self) -> EngineReport:
         return self.sampler.report()
@@ -153,38 +197,53 @@ class SamplerActor(Actor):
     ) -> list[list[Completion]]:
         return self.sampler.generate(prompts, seeds, sampling)
 
-    def begin_update(
-        self, version: int, map_fingerprint: str, manifest: Mapping[str, tuple[str, tuple[int, ...]]]
-    ) -> None:
-        from sampler.weights import TensorSpec
+    def join_link(self, host: str, port: int, rank: int, size: int, timeout_s: float) -> None:
+        from rl.sync.process_group import GroupInlet
 
-        specs = {name: TensorSpec(dtype, shape) for name, (dtype, shape) in manifest.items()}
-        self.sampler.begin_update(version, map_fingerprint, specs)
+        self.inlet.close()
+        self.inlet = GroupInlet(host, port, rank, size, timeout_s, self.device)
 
-    def receive(self, chunk: dict[str, torch.Tensor]) -> None:
-        self.sampler.receive(chunk)
+    def held(self) -> Held:
+        return self.receiver.held()
 
-    def finish_update(self) -> dict[str, str]:
-        return self.sampler.finish_update()
+    def begin(self, said: Announcement) -> None:
+        self.receiver.begin(said)
 
-    def abort_update(self) -> None:
-        self.sampler.abort_update()
+    def receive(self, parcel: Parcel) -> None:
+        self.receiver.receive(self.inlet.fetch(parcel))
+
+    def end(self, session: str) -> Installed:
+        return self.receiver.end(session)
+
+    def commit(self, session: str) -> None:
+        self.receiver.commit(session)
+
+    def abort(self) -> None:
+        self.receiver.abort()
 
 
 class WeightSyncActor(Actor):
-    """`rl.weight_sync.WeightSync` behind Ray."""
+    """`rl.sync.weight_sync.WeightSync` behind Ray."""
 
-    def __init__(self, learner: Remote, samplers: Sequence[Remote], precision_map: PrecisionMap):
+    def __init__(
+        self, learner: Remote, samplers: Sequence[Remote], precision_map: PrecisionMap, config: SyncConfig
+    ):
         super().__init__()
-        from rl.weight_sync import WeightSync
+        from rl.sync.weight_sync import WeightSync
 
-        self.weight_sync = WeightSync(learner, samplers, precision_map)
+        self.weight_sync = WeightSync(learner, samplers, precision_map, config)
 
     def report(self) -> EngineReport:
         return self.weight_sync.report()
 
     def sync(self, version: int) -> dict[str, Any]:
         return self.weight_sync.sync(version)
+
+    def lost(self) -> list[int]:
+        return self.weight_sync.lost()
+
+    def rejoin(self, index: int, sampler: Remote) -> None:
+        self.weight_sync.rejoin(index, sampler)
 
 
 def peak_memory_mib() -> float:

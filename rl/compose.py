@@ -34,6 +34,7 @@ from rl.config import (
     RunConfig,
     SpecConfig,
     SumsData,
+    SyncConfig,
 )
 from rl.errors import ConfigError
 from rl.override_errors import explain, known_keys, no_such_key
@@ -59,6 +60,7 @@ _DEFAULTS: dict[tuple[str, str], type] = {
     ("data", "file_defaults"): FileData,
     ("reward", "defaults"): RewardConfig,
     ("evaluation", "defaults"): EvaluationConfig,
+    ("sync", "defaults"): SyncConfig,
     ("logging", "defaults"): LoggingConfig,
 }
 

@@ -37,6 +37,7 @@ class RunConfig:
     checkpoint_every: int = 10
     keep_checkpoints: int = 2
     object_store_mib: int = 256
+    samplers: int = 1  # engines that share out the responses, each a process
 
     def __post_init__(self) -> None:
         _require(
@@ -46,6 +47,7 @@ class RunConfig:
         _require(self.iterations >= 1, "run.iterations", self.iterations, "at least 1")
         _require(self.checkpoint_every >= 1, "run.checkpoint_every", self.checkpoint_every, "at least 1")
         _require(self.keep_checkpoints >= 1, "run.keep_checkpoints", self.keep_checkpoints, "at least 1")
+        _require(self.samplers >= 1, "run.samplers", self.samplers, "at least 1")
         _require(self.object_store_mib >= 80, "run.object_store_mib", self.object_store_mib, "at least 80")
 
 
@@ -347,6 +349,28 @@ class EvaluationConfig:
 
 
 @dataclass(frozen=True)
+class SyncConfig:
+    """How weights get from the learner to the samplers; see `rl.sync`."""
+
+    codec: Literal["packed", "delta", "bf16"] = "packed"  # see `rl.sync.codecs`
+    transport: Literal["ray", "process_group", "cuda_ipc"] = "ray"
+    bucket_mib: int = 64  # of tensors in a chunk; a larger tensor is a chunk of its own
+    host: str = "127.0.0.1"  # on which the process group meets, and listens
+    timeout_s: float = 600.0  # for the members of the process group to meet, and for a chunk to arrive
+    restarts: int = 3  # of samplers that die, in a run. With 0 the learner keeps no copy of what it sent
+
+    def __post_init__(self) -> None:
+        _require(self.bucket_mib >= 1, "sync.bucket_mib", self.bucket_mib, "at least 1")
+        _require(self.timeout_s > 0, "sync.timeout_s", self.timeout_s, "more than 0 seconds")
+        _require(self.restarts >= 0, "sync.restarts", self.restarts, "0 or more")
+
+    @property
+    def keep(self) -> bool:
+        """Whether the learner keeps a copy of what it sent last."""
+        return self.codec == "delta" or self.restarts > 0
+
+
+@dataclass(frozen=True)
 class LoggingConfig:
     """W&B (`offline` writes into the run folder and sends nothing) and the terminal view."""
 
@@ -370,4 +394,5 @@ class Config:
     data: DataConfig
     reward: RewardConfig
     evaluation: EvaluationConfig
+    sync: SyncConfig
     logging: LoggingConfig

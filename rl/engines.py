@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from kernels.catalogue import named_spec
@@ -11,6 +12,7 @@ from kernels.precision_map import PrecisionMap
 from kernels.report import EngineReport
 from rl.actors import CriticActor, LearnerActor, SamplerActor, WeightSyncActor, peak_memory_mib
 from rl.cluster import Remote, start_actor, stop_actor, wait
+from rl.fleet import Fleet
 from rl.models import cached_folder, folder_digest
 from rl.plan import Plan
 from rl.records.view import RunView
@@ -27,10 +29,13 @@ class Engines:
     """
 
     learner: Remote
-    samplers: Sequence[Remote]
-    weight_sync: Remote
+    weight_sync: Fleet
     reference: Remote | None = None
     critic: Remote | None = None
+
+    @property
+    def samplers(self) -> Sequence[Remote]:
+        return self.weight_sync.samplers
 
     def reports(self) -> list[EngineReport]:
         """Of all that must compute under one specification."""
@@ -73,22 +78,20 @@ def start_engines(plan: Plan, folder: RunFolder, view: RunView) -> Engines:
     model = _warm_model(plan, folder, view)
     view.message("starting vLLM (sampler) and Megatron-core (learner)")
     learner = _start_learner(plan, model, plan.learner_map, folder)
-    sampler_log = folder.path / "sampler.log"
-    sampler = start_actor(
-        SamplerActor, "sampler", config.sampler.threads, sampler_log, model, plan.sampler_map, config.sampler
-    )
-    wait([learner.later.ready(), sampler.later.ready()])
+    samplers = [_start_sampler(plan, model, folder, index) for index in range(config.run.samplers)]
+    wait([learner.later.ready(), *(sampler.later.ready() for sampler in samplers)])
     sync_log = folder.path / "weight_sync.log"
     weight_sync = start_actor(
-        WeightSyncActor, "weight_sync", 1, sync_log, learner, [sampler], plan.sampler_map
+        WeightSyncActor, "weight_sync", 1, sync_log, learner, samplers, plan.sampler_map, config.sync
     )
+    fleet = Fleet(samplers, weight_sync, partial(_start_sampler, plan, model, folder), config.sync.restarts)
     reference = critic = None
     if config.algorithm.needs_reference:
         reference = _start_learner(plan, model, plan.learner_map, folder, "reference")
     if config.algorithm.objective.critic is not None:
         critic = _start_critic(plan, model, folder)
     wait([engine.later.ready() for engine in (reference, critic) if engine is not None])
-    return Engines(learner, (sampler,), weight_sync, reference, critic)
+    return Engines(learner, fleet, reference, critic)
 
 
 def _start_learner(
@@ -97,6 +100,13 @@ def _start_learner(
     config, log_file = plan.config, folder.path / f"{name}.log"
     arguments = (model, precision_map, config.learner, config.run.seed)
     return start_actor(LearnerActor, name, config.learner.threads, log_file, *arguments)
+
+
+def _start_sampler(plan: Plan, model: Path, folder: RunFolder, index: int) -> Remote:
+    config = plan.config
+    name = f"sampler_{index}" if index else "sampler"
+    arguments = (model, plan.sampler_map, config.sampler, config.sync.transport)
+    return start_actor(SamplerActor, name, config.sampler.threads, folder.path / f"{name}.log", *arguments)
 
 
 def _start_critic(plan: Plan, model: Path, folder: RunFolder) -> Remote:

@@ -7,11 +7,12 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rl.checkpoint import Checkpoint, CheckpointStore
-from rl.cluster import local_cluster, wait
+from rl.cluster import local_cluster
 from rl.compose import to_yaml
 from rl.config import Config
 from rl.data.prompts import Prompt
@@ -64,10 +65,9 @@ class Job:
     ) -> list[list[Completion]]:
         """`samples` responses to each prompt, in the order of `prompts`, which the samplers share out."""
         sampling = replace(sampling, stop_token_ids=self.task.stop_token_ids)
-        seed, samplers = self.config.run.seed, self.engines.samplers
-        shares = [prompts[index :: len(samplers)] for index in range(len(samplers))]
-        started = [
-            sampler.later.generate(
+        seed, count = self.config.run.seed, len(self.engines.samplers)
+        shares = [
+            (
                 [list(prompt.token_ids) for prompt in share],
                 [
                     [response_seed(seed, purpose, prompt.position, k) for k in range(samples)]
@@ -75,9 +75,9 @@ class Job:
                 ],
                 sampling,
             )
-            for sampler, share in zip(samplers, shares, strict=True)
+            for share in (prompts[index::count] for index in range(count))
         ]
-        results = [iter(responses) for responses in wait(started)]
+        results = [iter(responses) for responses in self.engines.weight_sync.generate(shares)]
         return [next(results[index % len(results)]) for index in range(len(prompts))]
 
     def score(self, prompts: Sequence[Prompt], responses: Sequence[Sequence[Completion]]) -> list[Group]:
@@ -98,7 +98,7 @@ class Job:
         reward = self.config.reward
         return benchmark_metrics(
             self.exams,
-            self.engines.samplers[0].generate,
+            partial(self.engines.weight_sync.ask, 0),
             seed=self.config.run.seed,
             workers=reward.workers,
             timeout_s=reward.timeout_s,

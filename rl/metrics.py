@@ -174,6 +174,12 @@ _TABLE: dict[str, list[tuple[str, Reducer, str, str]]] = {
     ],
     "sync": [
         ("sync/bytes", SUM, "bytes", "bytes of weights sent to each sampler"),
+        (
+            "sync/changed_share",
+            ONCE,
+            "share",
+            "bytes that differ from those of the version before, of all that a sampler holds; with sync.codec=delta",
+        ),
         ("sync/tensors", SUM, "tensors", "tensors sent to each sampler"),
         (
             "data/epoch",
@@ -198,6 +204,16 @@ _TABLE: dict[str, list[tuple[str, Reducer, str, str]]] = {
         ("time/score", SUM, "s", "log-probabilities under the learner before the update"),
         ("time/update", SUM, "s", "optimiser steps"),
         ("time/sync", SUM, "s", "weight sync"),
+        ("time/sync_gather", SUM, "s", "of it, weights outside the experts brought into their order"),
+        ("time/sync_quantise", SUM, "s", "of it, experts quantised, where no forward pass has done so"),
+        ("time/sync_send", SUM, "s", "of it, sending, beyond what gathering and quantising hide"),
+        (
+            "time/sync_install",
+            SUM,
+            "s",
+            "of it, live tensors replaced and derived ones made, by the slowest sampler",
+        ),
+        ("time/sync_attest", SUM, "s", "of it, hashing what is held, by the slowest of learner and samplers"),
         ("time/evaluate", SUM, "s", "evaluation on the held-out problems"),
         ("time/checkpoint", SUM, "s", "writing the checkpoint"),
         ("time/iteration", SUM, "s", "the whole iteration"),

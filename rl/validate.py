@@ -6,6 +6,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
+
 from kernels.catalogue import named_spec
 from kernels.precision_map import PrecisionMap
 from kernels.spec import ExecutionSpec
@@ -73,6 +75,8 @@ def _model_problems(config: Config, model: Architecture) -> Iterator[str]:
             f"learner.micro_batch_tokens={config.learner.micro_batch_tokens} is less than"
             f" sampler.max_model_len={config.sampler.max_model_len}: the longest sequence must fit"
         )
+    if config.sync.transport == "cuda_ipc" and not torch.cuda.is_available():
+        yield "sync.transport=cuda_ipc: needs a GPU that learner and samplers share, and there is none"
     if config.learner.dtype != config.sampler.dtype and not config.spec.allow_difference:
         yield (
             f"learner.dtype={config.learner.dtype} and sampler.dtype={config.sampler.dtype} differ;"

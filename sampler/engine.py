@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from kernels.guard import check_guards
 from kernels.precision_map import PrecisionMap
@@ -21,8 +20,6 @@ from sampler.model_check import BLOCK_SIZE, check_model
 
 if TYPE_CHECKING:
     from vllm import RequestOutput
-
-    from sampler.weights import TensorSpec
 
 
 @dataclass(frozen=True)
@@ -52,6 +49,8 @@ class Sampler:
 
     Meant to have a process of its own: vLLM seeds the global generators, patches parts of torch, and the end
     of one engine takes the process groups from any other.
+
+    weights: what a weight sync replaces.
 
     Raises ValueError when the folder, the map and the configuration do not fit each other, or the checkpoint
     is incomplete.
@@ -96,7 +95,7 @@ class Sampler:
         [self._model] = self._llm.apply_model(lambda model: model)
         self._vocab_size = self._llm.model_config.get_vocab_size()
         self._experts = expert_methods(self._model)
-        self._weights = LiveWeights(self._model, precision_map)
+        self.weights = LiveWeights(self._model, precision_map)
         [runner] = self._llm.collective_rpc(lambda worker: worker.model_runner)
         self._recorder = RouteRecorder(runner, self._experts, len(precision_map.layers))
 
@@ -108,7 +107,7 @@ class Sampler:
         The result is a function of the weights and the arguments: neither former calls nor the process
         matter. A response also depends, in its last bits, on what shares the call.
 
-        Raises RuntimeError while a weight update is open, ValueError (before anything is generated) for
+        Raises RuntimeError while the weights are closed (a sync is open), ValueError (before anything is generated) for
         prompts that are empty, too long for `max_tokens` more, or hold unknown tokens, and for
         seeds outside [0, 2**63); ValueError when a value that is not finite reached a quantiser, naming layer and
         expert, and FloatingPointError when a log-probability is not finite.
@@ -182,22 +181,9 @@ class Sampler:
             for output, sequence, length in zip(outputs, sequences, prompt_lengths, strict=True)
         ]
 
-    def begin_update(self, version: int, map_fingerprint: str, manifest: Mapping[str, TensorSpec]) -> None:
-        """See `sampler.weights.LiveWeights`."""
-        self._weights.begin(version, map_fingerprint, manifest)
-
-    def receive(self, chunk: Mapping[str, torch.Tensor]) -> None:
-        self._weights.receive(chunk)
-
-    def finish_update(self) -> dict[str, str]:
-        return self._weights.finish()
-
-    def abort_update(self) -> None:
-        self._weights.abort()
-
     @property
     def version(self) -> int:
-        return self._weights.version
+        return self.weights.version
 
     def report(self) -> EngineReport:
         return EngineReport(
@@ -209,8 +195,8 @@ class Sampler:
         )
 
     def _run(self, prompts: Sequence[Sequence[int]], params: list[Any]) -> list[RequestOutput]:
-        if self._weights.updating:
-            raise RuntimeError("a weight update is open: finish or abort it first")
+        if self.weights.closed is not None:
+            raise RuntimeError(f"nothing is generated: {self.weights.closed}")
         # Cached keys and values belong to former weights, or make a call depend on the calls before it.
         self._llm.reset_prefix_cache()
         requests = [{"prompt_token_ids": list(prompt)} for prompt in prompts]

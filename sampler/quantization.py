@@ -109,7 +109,7 @@ class ExpertMethod(FusedMoEMethodBase):
         loaded = layer.w13_weight, layer.w2_weight
         if not all(weight.isfinite().all() for weight in loaded):
             raise ValueError(f"{layer.layer_name}: the checkpoint lacks experts, or they are not finite")
-        self.weights = self._kernels(loaded[0].device).quantize(*loaded, self.spec)
+        self.weights = backends.choose(self.spec, loaded[0].device).quantize(*loaded, self.spec)
         del layer.w13_weight, layer.w2_weight
         for part, tensor in self.weights.tensors().items():
             layer.register_parameter(part.replace(".", "_"), nn.Parameter(tensor, requires_grad=False))
@@ -117,6 +117,13 @@ class ExpertMethod(FusedMoEMethodBase):
     def weights_changed(self) -> None:
         """To be called after writing into `weights`."""
         self._prepared = None
+
+    def prepared(self) -> Any:
+        """What `apply` computes with, in the back end's form: made from `weights` when it is first asked for."""
+        if self._prepared is None:
+            assert self.weights is not None, "the checkpoint is not loaded"
+            self._prepared = self._kernels().prepare(self.weights, self.spec)
+        return self._prepared
 
     def apply(
         self,
@@ -129,24 +136,20 @@ class ExpertMethod(FusedMoEMethodBase):
     ) -> torch.Tensor:
         """x [T, H], float32 [T, k], integer [T, k] -> [T, H] in x.dtype."""
         self.calls += 1
-        kernels = self._kernels(x.device)
-        if self._prepared is None:
-            assert self.weights is not None, f"{layer.layer_name} is not loaded"
-            self._prepared = kernels.prepare(self.weights, self.spec)
         ids, coefficients = sort_slots(topk_ids, topk_weights)
         self.chosen = ids
-        output = kernels.forward(x, ids, coefficients, self._prepared, self.spec, self.guard)
+        kernels = self._kernels()
+        output = kernels.forward(x, ids, coefficients, self.prepared(), self.spec, self.guard)
         return output.to(x.dtype)
 
     @property
     def backend(self) -> str:
         """The name of what computes `apply`, once the weights are loaded."""
-        assert self.weights is not None
-        device = next(iter(self.weights.tensors().values())).device
-        return self._kernels(device).name
+        return self._kernels().name
 
-    def _kernels(self, device: torch.device) -> backends.ExpertKernels:
-        return backends.choose(self.spec, device)
+    def _kernels(self) -> backends.ExpertKernels:
+        assert self.weights is not None, "the checkpoint is not loaded"
+        return backends.choose(self.spec, next(iter(self.weights.tensors().values())).device)
 
     def get_fused_moe_quant_config(self, layer: RoutedExperts) -> None:
         return None

@@ -35,6 +35,11 @@ class PreparedExperts:
     w13: ExpertMatrix  # [E, 2F, H]
     w2: ExpertMatrix  # [E, H, F]
 
+    def derived(self) -> dict[str, torch.Tensor]:
+        """As `kernels.reference.PreparedExperts.derived`."""
+        parts = {"w13": self.w13.named_tensors(), "w2": self.w2.named_tensors()}
+        return {f"{name}.{part}": tensor for name, own in parts.items() for part, tensor in own.items()}
+
 
 def check_spec(spec: ExecutionSpec) -> None:
     """Raises ValueError, naming the field, for a spec that the kernels do not compute."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 import triton
@@ -62,6 +62,11 @@ class ExpertMatrix:
         if features % TILE or shape[2] % TILE:
             return cls(outer, shape, decoded)
         return cls(outer, shape, decoded, *_tiles(codes, scales, shape))
+
+    def named_tensors(self) -> dict[str, torch.Tensor]:
+        """The tensors that there are, by the names of the fields."""
+        found = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
 
     def tensors(self) -> list[torch.Tensor]:
         """What `from_tensors` takes."""

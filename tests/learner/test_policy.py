@@ -5,14 +5,16 @@ import hashlib
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from kernels.catalogue import named_spec
 from kernels.digest import tensor_digest
-from kernels.experts import ExpertWeights, wire_name
+from kernels.experts import ExpertWeights, derived_name, wire_name
 from kernels.precision_map import PrecisionMap
+from kernels.reference import prepare
 from learner.batch import TrainBatch
 from learner.config import CorrectionConfig, CriticConfig, KLConfig, ObjectiveConfig
 from learner.folders import read_state
@@ -358,6 +360,58 @@ def test_export_under_the_map_of_a_sampler_that_differs(model_folder: MakeFolder
     assert all(tensor_digest(tensor) == tensor_digest(own[name]) for name, tensor in asked.items())
 
 
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+def test_what_is_said_of_an_export_is_what_comes(
+    model_folder: MakeFolder, sequences: Sequences, family: str
+) -> None:
+    """Names, shapes and types ahead of it; the operands that it is quantised from; what engines derive from it."""
+    policy = make_policy(model_folder(family), "minite")
+    policy.supervised_step(*sequences)
+    for target in (policy.precision_map, PrecisionMap.resolve(LAYERS, named_spec("bf16"))):
+        exported = dict(policy.export(target))
+        layout = policy.export_layout(target)
+        assert list(layout) == list(exported)
+        assert layout == {name: (tuple(t.shape), t.dtype) for name, t in exported.items()}
+        operands, derived = (
+            dict(policy.export_operands(target)),
+            dict(policy.export_derived(target)),
+        )
+        for layer, spec in enumerate(target.layers):
+            pair = (operands.pop(wire_name(layer, f"{matrix}.weight")) for matrix in ("w13", "w2"))
+            quantized = ExpertWeights.quantize(*pair, spec)
+            for part, tensor in quantized.tensors().items():
+                assert tensor_digest(tensor) == tensor_digest(exported.pop(wire_name(layer, part)))
+            for part, tensor in prepare(quantized, spec).derived().items():
+                assert tensor_digest(tensor) == tensor_digest(derived.pop(derived_name(layer, part)))
+        assert not derived
+        assert {n: tensor_digest(t) for n, t in operands.items()} == {
+            n: tensor_digest(t) for n, t in exported.items()
+        }
+
+
+def test_forward_passes_and_exports_share_one_quantisation(
+    model_folder: MakeFolder, sequences: Sequences, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = make_policy(model_folder("qwen3_moe"), "minite")
+    made: list[str] = []
+    quantize = ExpertWeights.quantize
+
+    def counted(*arguments: Any) -> ExpertWeights:
+        made.append(arguments[-1].name)
+        return quantize(*arguments)
+
+    monkeypatch.setattr(ExpertWeights, "quantize", counted)
+    for version in (1, 2):
+        first = dict(policy.export())
+        policy.score(*sequences, 1.0)
+        dict(policy.export_derived())
+        second = dict(policy.export())
+        names = [name for name in first if ".experts." in name]
+        assert [first[name].data_ptr() for name in names] == [second[name].data_ptr() for name in names]
+        assert len(made) == version * LAYERS
+        policy.supervised_step(*sequences)  # under the weights before it, which are quantised already
+
+
 def test_each_layer_runs_and_travels_under_its_own_spec(
     model_folder: MakeFolder, sequences: Sequences
 ) -> None:
@@ -384,6 +438,7 @@ def test_a_tied_output_layer_is_not_exported(model_folder: MakeFolder) -> None:
 _FRESH_PROCESS = """
 import sys
 from pathlib import Path
+from typing import Any
 import torch
 torch.set_num_threads(int(sys.argv[2]))
 from tests.learner import test_policy

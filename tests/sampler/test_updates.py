@@ -1,18 +1,23 @@
-"""The weight update protocol on live engines."""
+"""A weight sync into live engines; the protocol itself is tested in tests/rl/sync."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from kernels.digest import tensor_digest
+from kernels.digest import fast_digests
+from kernels.experts import ExpertWeights, derived_name, wire_name
+from kernels.precision_map import PrecisionMap
+from kernels.reference import prepare
+from rl.sync.codecs.base import live_bytes, whole
+from rl.sync.protocol import Announcement, Chunk, RefusedError, make_chunk, manifest_of
+from rl.sync.receiver import Receiver
 from sampler.config import SamplingConfig
 from sampler.engine import Completion, Sampler
-from sampler.weights import TensorSpec
 from tests.sampler.conftest import (
     FAMILIES,
     MakeModel,
@@ -30,20 +35,38 @@ CODES = "model.layers.0.experts.w13.codes"
 Tensors = dict[str, torch.Tensor]
 
 
-def manifest(tensors: Tensors) -> dict[str, TensorSpec]:
-    return {name: TensorSpec.of(tensor) for name, tensor in tensors.items()}
+def announcement(sampler: Sampler, tensors: Tensors, chunks: int) -> Announcement:
+    fingerprint = sampler.precision_map.fingerprint
+    version = sampler.version + 1
+    return Announcement("s", version, fingerprint, "packed", manifest_of(tensors), None, chunks, 2**30)
 
 
-def update(sampler: Sampler, tensors: Tensors) -> dict[str, str]:
-    """In chunks of five tensors, whose memory the sender then reuses; returns the digests of what is held."""
-    sampler.begin_update(sampler.version + 1, sampler.precision_map.fingerprint, manifest(tensors))
+def chunk_of(tensors: Tensors, number: int) -> Chunk:
+    return make_chunk("s", number, [whole(name, tensor) for name, tensor in tensors.items()])
+
+
+def update(sampler: Sampler, tensors: Tensors) -> dict[str, int]:
+    """In chunks of five tensors; returns the digests of what is held."""
+    receiver = Receiver(sampler.weights)
     names = list(tensors)
-    for start in range(0, len(names), 5):
-        chunk = {name: tensors[name].clone() for name in names[start : start + 5]}
-        sampler.receive(chunk)
-        for tensor in chunk.values():
-            tensor.zero_()
-    return sampler.finish_update()
+    starts = range(0, len(names), 5)
+    receiver.begin(announcement(sampler, tensors, len(starts)))
+    for number, start in enumerate(starts):
+        receiver.receive(chunk_of({name: tensors[name] for name in names[start : start + 5]}, number))
+    installed = receiver.end("s")
+    receiver.commit("s")
+    return installed.digests
+
+
+def expected_digests(tensors: Tensors, precision_map: PrecisionMap) -> dict[str, int]:
+    """Of the tensors, and of what an engine derives from them."""
+    derived: Tensors = {}
+    for layer, spec in enumerate(precision_map.layers):
+        prefix = wire_name(layer, "")
+        stored = {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
+        parts = prepare(ExpertWeights.from_tensors(stored, spec), spec).derived()
+        derived |= {derived_name(layer, part): tensor for part, tensor in parts.items()}
+    return fast_digests({**tensors, **derived})
 
 
 def respond(sampler: Sampler) -> list[list[Completion]]:
@@ -64,7 +87,7 @@ def test_update_there_and_back(
     old, new = (wire_tensors(model_folder(family, seed), sampler.precision_map) for seed in (0, 1))
     before, version = respond(sampler), sampler.version
 
-    assert update(sampler, new) == {name: tensor_digest(tensor) for name, tensor in new.items()}
+    assert update(sampler, new) == expected_digests(new, sampler.precision_map)
     after = respond(sampler)
     assert {c.version for own in after for c in own} == {version + 1}
     started = start_sampler(model_folder(family, 1), sampler.precision_map)
@@ -73,7 +96,7 @@ def test_update_there_and_back(
         model = AutoModelForCausalLM.from_pretrained(model_folder(family, 1)).eval()
         assert gap(after, reference_logp(model, prompts(), after)).max() < 2e-5
 
-    assert update(sampler, old) == {name: tensor_digest(tensor) for name, tensor in old.items()}
+    assert update(sampler, old) == expected_digests(old, sampler.precision_map)
     assert with_version(respond(sampler), version) == before
 
 
@@ -81,24 +104,24 @@ def with_version(responses: list[list[Completion]], version: int) -> list[list[C
     return [[replace(completion, version=version) for completion in own] for own in responses]
 
 
-@pytest.fixture
-def sampler(sampler_for: MakeSampler) -> Iterator[Sampler]:
+def test_nothing_runs_while_an_update_is_open(sampler_for: MakeSampler, model_folder: MakeModel) -> None:
     sampler = sampler_for("qwen3_moe", "minite")
-    yield sampler
-    sampler.abort_update()
-
-
-@pytest.fixture
-def tensors(sampler: Sampler, model_folder: MakeModel) -> Tensors:
-    return wire_tensors(model_folder("qwen3_moe", 1), sampler.precision_map)
-
-
-def _without(name: str) -> Callable[[Tensors], Tensors]:
-    return lambda tensors: {key: value for key, value in tensors.items() if key != name}
+    tensors = wire_tensors(model_folder("qwen3_moe", 1), sampler.precision_map)
+    before, version = respond(sampler), sampler.version
+    receiver = Receiver(sampler.weights)
+    receiver.begin(announcement(sampler, tensors, 2))
+    receiver.receive(chunk_of(tensors, 0))
+    for call in (lambda: respond(sampler), lambda: sampler.score([[1, 2]], [1])):
+        with pytest.raises(
+            RuntimeError, match=f"nothing is generated: the sync of weights version {version + 1} is open"
+        ):
+            call()
+    receiver.abort()
+    assert respond(sampler) == before
 
 
 MANIFESTS: list[tuple[Callable[[Tensors], Tensors], str]] = [
-    (_without(GATE), rf"{GATE} is missing"),
+    (lambda t: {name: tensor for name, tensor in t.items() if name != GATE}, rf"{GATE} is missing"),
     (lambda t: {**t, "model.extra": t[GATE]}, r"model.extra is unknown"),
     (lambda t: {**t, GATE: t[GATE].bfloat16()}, rf"{GATE} is bfloat16 .* expected float32 \[8, 64\]"),
     (lambda t: {**t, CODES: t[CODES][:, :-1]}, rf"{CODES} is uint8 .* expected uint8 \[8, 64, 32\]"),
@@ -107,58 +130,16 @@ MANIFESTS: list[tuple[Callable[[Tensors], Tensors], str]] = [
 
 @pytest.mark.parametrize(("change", "message"), MANIFESTS)
 def test_manifests_that_do_not_fit(
-    change: Callable[[Tensors], Tensors], message: str, sampler: Sampler, tensors: Tensors
+    change: Callable[[Tensors], Tensors], message: str, sampler_for: MakeSampler, model_folder: MakeModel
 ) -> None:
-    fingerprint = sampler.precision_map.fingerprint
-    with pytest.raises(ValueError, match=message):
-        sampler.begin_update(sampler.version + 1, fingerprint, manifest(change(tensors)))
+    sampler = sampler_for("qwen3_moe", "minite")
+    tensors = wire_tensors(model_folder("qwen3_moe", 1), sampler.precision_map)
+    with pytest.raises(RefusedError, match=message):
+        Receiver(sampler.weights).begin(announcement(sampler, change(tensors), 1))
     respond(sampler)  # no update is open
 
 
-def test_stale_version_and_other_specification(sampler: Sampler, tensors: Tensors) -> None:
-    fingerprint, version = sampler.precision_map.fingerprint, sampler.version
-    with pytest.raises(ValueError, match=rf"version {version} is not newer than {version}"):
-        sampler.begin_update(version, fingerprint, manifest(tensors))
-    with pytest.raises(ValueError, match=rf"precision map 0123456789abcdef, .* {fingerprint}"):
-        sampler.begin_update(version + 1, "0123456789abcdef", manifest(tensors))
-
-
-CHUNKS: list[tuple[Callable[[Tensors], Tensors], str]] = [
-    (lambda t: {"model.extra": t[GATE]}, r"model.extra is unknown"),
-    (lambda t: {"model.norm.weight": t["model.norm.weight"]}, r"model.norm.weight came twice"),
-    (lambda t: {GATE: t[GATE].double()}, rf"{GATE} is float64"),
-    (lambda t: {GATE: t[GATE].T}, rf"{GATE} is float32 \[64, 8\], expected float32 \[8, 64\]"),
-]
-
-
-@pytest.mark.parametrize(("chunk", "message"), CHUNKS)
-def test_refused_chunks_stage_nothing(
-    chunk: Callable[[Tensors], Tensors], message: str, sampler: Sampler, tensors: Tensors
-) -> None:
-    before = respond(sampler)
-    sampler.begin_update(sampler.version + 1, sampler.precision_map.fingerprint, manifest(tensors))
-    sampler.receive({"model.norm.weight": tensors["model.norm.weight"]})
-    with pytest.raises(ValueError, match=message):
-        sampler.receive({CODES: tensors[CODES], **chunk(tensors)})
-    sampler.receive({CODES: tensors[CODES]})  # was not staged
-    with pytest.raises(ValueError, match=rf"incomplete: .*{'model.embed_tokens.weight'} did not come"):
-        sampler.finish_update()
-    sampler.abort_update()
-    assert respond(sampler) == before
-
-
-def test_nothing_runs_while_an_update_is_open(sampler: Sampler, tensors: Tensors) -> None:
-    before = respond(sampler)
-    fingerprint = sampler.precision_map.fingerprint
-    sampler.begin_update(sampler.version + 1, fingerprint, manifest(tensors))
-    sampler.receive(tensors)
-    for call in (lambda: respond(sampler), lambda: sampler.score([[1, 2]], [1])):
-        with pytest.raises(RuntimeError, match="a weight update is open"):
-            call()
-    with pytest.raises(RuntimeError, match=r"still open"):
-        sampler.begin_update(sampler.version + 2, fingerprint, manifest(tensors))
-    sampler.abort_update()
-    for call in (sampler.finish_update, lambda: sampler.receive(tensors)):
-        with pytest.raises(RuntimeError, match="no weight update is open"):
-            call()
-    assert respond(sampler) == before
+def test_every_live_tensor_can_be_written_in_place(sampler_for: MakeSampler) -> None:
+    for family in FAMILIES:
+        for name, tensor in sampler_for(family, "minite").weights.tensors().items():
+            assert live_bytes(tensor).data_ptr() == tensor.data_ptr(), name

@@ -1,0 +1,86 @@
+"""The samplers of a run and the weight sync that serves them. A sampler that dies is started again."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from kernels.report import EngineReport
+from rl.cluster import ActorDied, Remote, wait
+
+log = logging.getLogger(__name__)
+
+
+class Fleet:
+    """samplers: one weight version in all of them, whenever anybody asks them for something.
+
+    weight_sync: the actor. start: makes the sampler of a number (and returns before it is ready). restarts: how many
+    deaths a run may see.
+    """
+
+    def __init__(
+        self, samplers: list[Remote], weight_sync: Remote, start: Callable[[int], Remote], restarts: int
+    ) -> None:
+        self.samplers = samplers
+        self._weight_sync, self._start = weight_sync, start
+        self._restarts_left = self._restarts = restarts
+
+    def sync(self, version: int) -> dict[str, Any]:
+        """Bring every sampler to the learner's weights, as `version`; the metrics. See `rl.sync.weight_sync`."""
+        metrics: dict[str, Any] = self._weight_sync.sync(version)
+        for index in self._weight_sync.lost():
+            self._replace(index, ActorDied(f"sampler {index} died during the sync of version {version}"))
+        return metrics
+
+    def generate(self, shares: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """`Sampler.generate` of each sampler with its share (prompts, seeds, sampling), all at once.
+
+        The share of a sampler that dies is generated again by its successor: a response is a function of the weights
+        and the arguments.
+        """
+        started = [
+            sampler.later.generate(*share) if share[0] else None
+            for sampler, share in zip(self.samplers, shares, strict=True)
+        ]
+        return [
+            [] if call is None else self._answer(index, call, shares[index])
+            for index, call in enumerate(started)
+        ]
+
+    def ask(self, index: int, *share: Any) -> Any:
+        """`Sampler.generate` of one sampler."""
+        return self._answer(index, self.samplers[index].later.generate(*share), share)
+
+    def report(self) -> EngineReport:
+        report: EngineReport = self._weight_sync.report()
+        return report
+
+    def memory_mib(self) -> float:
+        """Of the weight sync's process."""
+        return float(self._weight_sync.memory_mib())
+
+    def _answer(self, index: int, call: Any, share: tuple[Any, ...]) -> Any:
+        while True:
+            try:
+                return wait(call)
+            except ActorDied as died:
+                self._replace(index, died)
+                call = self.samplers[index].later.generate(*share)
+
+    def _replace(self, index: int, died: ActorDied) -> None:
+        """Start sampler `index` again and bring it to the version of the others. Raises `died` when that is one too
+        many.
+        """
+        while True:
+            if not self._restarts_left:
+                raise ActorDied(f"{died} (sync.restarts={self._restarts}: no more restarts)") from died
+            self._restarts_left -= 1
+            log.warning("sampler %d died and is started again (%d restarts left)", index, self._restarts_left)
+            try:
+                self.samplers[index] = self._start(index)
+                wait(self.samplers[index].later.ready())
+                self._weight_sync.rejoin(index, self.samplers[index])
+                return
+            except ActorDied as again:
+                died = again

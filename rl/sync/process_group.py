@@ -1,0 +1,110 @@
+"""Payloads through a torch.distributed process group of sender (rank 0) and receivers: gloo on CPUs, NCCL on GPUs.
+
+The group is made by itself, beside the default groups that Megatron and vLLM have in these processes. All receivers are
+served by a broadcast, some of them point to point. It lives until one of its members dies: then a new one is made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from rl.sync.protocol import Chunk
+from rl.sync.transport import Parcel
+
+
+def host_store(host: str, size: int, timeout_s: float) -> tuple[Any, int]:
+    """A rendezvous for `size` members, served by this process on interface `host`; its port, any that is free."""
+    store = dist.TCPStore(
+        host, 0, size, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
+    )
+    return store, store.port
+
+
+def join(store: Any, host: str, rank: int, size: int, timeout_s: float, device: torch.device) -> Any:
+    """The group, once all members have joined. Raises RuntimeError when they do not come in time."""
+    timeout = timedelta(seconds=timeout_s)
+    if device.type == "cuda":
+        nccl: Any = dist.ProcessGroupNCCL
+        options = nccl.Options()
+        options._timeout = timeout
+        return nccl(store, rank, size, options)
+    gloo: Any = dist.ProcessGroupGloo
+    options = gloo._Options()
+    options._devices = [gloo.create_device(hostname=host)]  # listens there and nowhere else
+    options._timeout = timeout
+    return gloo(store, rank, size, options)
+
+
+class GroupOutlet:
+    """members: numbers of the samplers in the group, in the order of their ranks 1, 2, ..."""
+
+    def __init__(self, members: Sequence[int], host: str, timeout_s: float, device: torch.device) -> None:
+        self._members = list(members)
+        self._host, self._timeout_s, self._device = host, timeout_s, device
+        self._store, self.port = host_store(host, len(self._members) + 1, timeout_s)
+        self._group: Any = None
+        self._targets: list[int] = []
+        self._under_way: list[tuple[Any, torch.Tensor]] = []
+
+    def join(self) -> None:
+        size = len(self._members) + 1
+        self._group = join(self._store, self._host, 0, size, self._timeout_s, self._device)
+
+    def address(self, receivers: Sequence[int]) -> None:
+        self._targets = [1 + self._members.index(receiver) for receiver in receivers]
+
+    def ship(self, chunk: Chunk) -> Parcel:
+        self._under_way = [(work, sent) for work, sent in self._under_way if not work.is_completed()]
+        payload = chunk.payload.to(self._device)
+        broadcast = len(self._targets) == len(self._members)
+        if payload.numel():
+            if broadcast:
+                works = [self._group.broadcast([payload], _from_sender())]
+            else:
+                works = [self._group.send([payload], rank, 0) for rank in self._targets]
+            self._under_way += [(work, payload) for work in works]
+        return Parcel(chunk.header, (payload.numel(), broadcast))
+
+    def flush(self) -> None:
+        works, self._under_way = self._under_way, []
+        for work, payload in works:
+            work.wait()
+            if payload.is_cuda:
+                torch.cuda.current_stream(payload.device).synchronize()
+
+    def close(self) -> None:
+        self._under_way, self._group = [], None
+
+
+class GroupInlet:
+    def __init__(
+        self, host: str, port: int, rank: int, size: int, timeout_s: float, device: torch.device
+    ) -> None:
+        store = dist.TCPStore(host, port, size, is_master=False, timeout=timedelta(seconds=timeout_s))
+        self._group: Any = join(store, host, rank, size, timeout_s, device)
+        self._device = device
+
+    def fetch(self, parcel: Parcel) -> Chunk:
+        nbytes, broadcast = parcel.content
+        payload = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        if nbytes:
+            group = self._group
+            work = group.broadcast([payload], _from_sender()) if broadcast else group.recv([payload], 0, 0)
+            work.wait()
+            if payload.is_cuda:
+                torch.cuda.current_stream(payload.device).synchronize()
+        return Chunk(parcel.header, payload)
+
+    def close(self) -> None:
+        self._group = None
+
+
+def _from_sender() -> Any:
+    options = dist.BroadcastOptions()
+    options.rootRank, options.rootTensor = 0, 0
+    return options

@@ -1,0 +1,230 @@
+"""One learner, several samplers: who is sent what, in which order, and what happens when one of them fails or dies."""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+from kernels.precision_map import PrecisionMap
+from kernels.report import EngineReport
+from rl.cluster import ActorDied, Remote, wait
+from rl.config import SyncConfig
+from rl.sync.protocol import Announcement, attest
+from rl.sync.receiver import Installed
+from rl.sync.sender import Sent
+
+log = logging.getLogger(__name__)
+
+
+class SamplerLost(Exception):
+    """A sampler's process ended during a sync; `index` says whose."""
+
+    def __init__(self, index: int, why: str) -> None:
+        super().__init__(f"sampler {index} died: {why}")
+        self.index = index
+
+
+class WeightSync:
+    """Brings every sampler to the learner's weights.
+
+    learner, samplers: the actors (`rl.actors`). precision_map: what the samplers hold.
+    """
+
+    def __init__(
+        self, learner: Remote, samplers: Sequence[Remote], precision_map: PrecisionMap, config: SyncConfig
+    ) -> None:
+        self.learner = learner
+        self.precision_map = precision_map
+        self.config = config
+        self._samplers: dict[int, Remote] = dict(enumerate(samplers))
+        self._lost: list[int] = []
+        self._linked: list[int] | None = None  # who is in the transport's group
+        learner.open_sender(precision_map, config.keep, config.transport)
+
+    def report(self) -> EngineReport:
+        layers = len(self.precision_map.layers)
+        return EngineReport("weight_sync", self.precision_map, "reference", layers, 0)
+
+    def sync(self, version: int) -> dict[str, Any]:
+        """Send the learner's weights as `version`; the metrics of the section `sync`, and times.
+
+        A sampler that dies on the way is left out (see `lost`) and the others are brought to the version all the same.
+        Raises what a receiver raised, or AttestationError; then nothing serves the new version, and before their end
+        the samplers are as they were. Raises ActorDied when the learner or the last sampler has died.
+        """
+        started = time.perf_counter()
+        while True:
+            try:
+                metrics = self._sync(version)
+                break
+            except SamplerLost as lost:
+                self._forget(lost)
+        log.info(
+            "version %d: %d bytes in %.2f s", version, metrics["sync/bytes"], time.perf_counter() - started
+        )
+        return metrics
+
+    def lost(self) -> list[int]:
+        """The samplers that died and were not replaced, by their numbers."""
+        return list(self._lost)
+
+    def rejoin(self, index: int, sampler: Remote) -> None:
+        """Take `sampler` in place number `index`, and bring it to the version that was sent last, not a later one.
+
+        Raises ProtocolError when nothing was sent, or no copy of it kept; else as `sync` does.
+        """
+        self._samplers[index] = sampler
+        if index in self._lost:
+            self._lost.remove(index)
+        self._linked = None
+        try:
+            self._link()
+            self._send_kept([index])
+        except SamplerLost as lost:
+            self._forget(lost)
+            raise ActorDied(str(lost)) from lost
+
+    def _sync(self, version: int) -> dict[str, Any]:
+        self._link()
+        held = self._all(list(self._samplers), "held")
+        base = self.learner.kept_root() if self.config.codec == "delta" else None
+        # Those who hold what the changes are changes of; the others get the same content whole, from the copy.
+        at_base = [index for index in self._samplers if base is not None and held[index].root == base]
+        first = at_base or list(self._samplers)
+        behind = [index for index in self._samplers if index not in first]
+        session = _session(version)
+        arguments = (session, version, self.config.codec, self.config.bucket_mib * 2**20)
+        said = self.learner.open_sync(*arguments, base if at_base else None)
+        metrics = self._run(said, first)
+        if behind:
+            self._send_kept(behind)
+        return metrics
+
+    def _send_kept(self, indices: list[int]) -> None:
+        said = self.learner.open_kept(_session("kept"), self.config.bucket_mib * 2**20)
+        self._run(said, indices)
+
+    def _run(self, said: Announcement, indices: list[int]) -> dict[str, Any]:
+        """One session of the protocol with these samplers."""
+        try:
+            self.learner.address(indices)
+            self._all(indices, "begin", said)
+            started = time.perf_counter()
+            self._chunks(said, indices)
+            sending = time.perf_counter() - started
+            ends = self._start(indices, "end", said.session)
+            sent: Sent = self.learner.close_sync()
+            installed: dict[int, Installed] = self._wait(ends)
+            self.learner.release()
+            for index, found in installed.items():
+                attest(sent.digests, found.digests, f"sampler {index}", said.version)
+        except BaseException:
+            self._abort(indices)
+            raise
+        self._commit(said.session, indices)
+        return _metrics(said, sent, list(installed.values()), sending)
+
+    def _commit(self, session: str, indices: list[int]) -> None:
+        """Nothing can be refused any more: who dies here is replaced, and concerns nobody else."""
+        calls = self._start(indices, "commit", session)
+        while calls:
+            try:
+                self._wait(calls)
+                return
+            except SamplerLost as lost:
+                self._forget(lost)
+                del calls[lost.index]
+
+    def _chunks(self, said: Announcement, indices: list[int]) -> None:
+        """The learner makes a chunk while the samplers take the one before."""
+        parcel = self.learner.later.ship() if said.chunks else None
+        for number in range(said.chunks):
+            taken = self._start(indices, "receive", parcel)
+            parcel = self.learner.later.ship() if number + 1 < said.chunks else None
+            self._wait(taken)
+
+    def _link(self) -> None:
+        """A process group of the learner and all samplers, unless there is one."""
+        members = list(self._samplers)
+        if self.config.transport != "process_group" or self._linked == members:
+            return
+        host, timeout = self.config.host, self.config.timeout_s
+        port = self.learner.open_link(members, host, timeout)
+        joined = {
+            index: sampler.later.join_link(host, port, rank, len(members) + 1, timeout)
+            for rank, (index, sampler) in enumerate(self._samplers.items(), start=1)
+        }
+        self.learner.join_link()
+        self._wait(joined)
+        self._linked = members
+
+    def _all(self, indices: list[int], method: str, *args: Any) -> dict[int, Any]:
+        return self._wait(self._start(indices, method, *args))
+
+    def _start(self, indices: list[int], method: str, *args: Any) -> dict[int, Any]:
+        return {index: getattr(self._samplers[index].later, method)(*args) for index in indices}
+
+    def _wait(self, calls: dict[int, Any]) -> dict[int, Any]:
+        """The results; all calls are over. A death comes before an error: it may be the cause of the others' errors."""
+        results: dict[int, Any] = {}
+        errors: list[Exception] = []
+        for index, call in calls.items():
+            try:
+                results[index] = wait(call)
+            except ActorDied as died:
+                errors.insert(0, SamplerLost(index, str(died)) if self._is_gone(index) else died)
+            except Exception as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
+        return results
+
+    def _is_gone(self, index: int) -> bool:
+        """Whether it is this sampler that died, and not the learner, whose parcel it was to take."""
+        try:
+            wait(self._samplers[index].later.held())
+        except ActorDied:
+            return True
+        return False
+
+    def _abort(self, indices: list[int]) -> None:
+        """Release everybody who is still there; what ended the sync is what the caller hears of."""
+        calls = [self.learner.later.abort_sync()]
+        calls += [self._samplers[index].later.abort() for index in indices]
+        for call in calls:
+            try:
+                wait(call)
+            except Exception as error:
+                log.warning("while a sync was ended: %s", error)
+
+    def _forget(self, lost: SamplerLost) -> None:
+        log.warning("%s", lost)
+        del self._samplers[lost.index]
+        self._lost.append(lost.index)
+        self._linked = None
+        if not self._samplers:
+            raise ActorDied(str(lost)) from lost
+
+
+def _session(what: object) -> str:
+    return f"{what}-{uuid.uuid4().hex[:8]}"
+
+
+def _metrics(said: Announcement, sent: Sent, installed: list[Installed], sending: float) -> dict[str, Any]:
+    gather, quantise = (sent.seconds.get(phase, 0.0) for phase in ("gather", "quantise"))
+    attesting = [sent.seconds["attest"], *(found.seconds["attest"] for found in installed)]
+    metrics: dict[str, Any] = {
+        "sync/bytes": sent.nbytes,
+        "sync/tensors": len(said.manifest),
+        "time/sync_gather": gather,
+        "time/sync_quantise": quantise,
+        "time/sync_send": max(0.0, sending - gather - quantise),
+        "time/sync_install": max(found.seconds["install"] for found in installed),
+        "time/sync_attest": max(attesting),
+    }
+    if said.base is not None:
+        metrics["sync/changed_share"] = sent.changed / sent.total
+    return metrics

@@ -1,0 +1,70 @@
+"""Learner, weight sync and samplers as processes: both transports that a CPU has, and a sampler that is killed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rl.actors import WeightSyncActor
+from rl.cluster import Remote, local_cluster, start_actor, wait
+from rl.config import SyncConfig
+from rl.fleet import Fleet
+from tests.rl.sync.processes import SmallLearner, SmallSampler
+from tests.rl.sync.worlds import MAP, equal
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster() -> Iterator[None]:
+    with local_cluster(80):
+        yield
+
+
+class Run:
+    def __init__(self, folder: Path, transport: str, codec: str) -> None:
+        self.folder, self.started = folder, 0
+        self.learner = start_actor(SmallLearner, f"learner_{transport}", 1, folder / "log")
+        config = SyncConfig(codec=codec, transport=transport, timeout_s=60)  # type: ignore[arg-type]
+        samplers = [self.start(index) for index in (0, 1)]
+        sync = start_actor(
+            WeightSyncActor, f"sync_{transport}", 1, folder / "log", self.learner, samplers, MAP, config
+        )
+        self.fleet = Fleet(samplers, sync, self.start, restarts=2)
+
+    def start(self, index: int) -> Remote:
+        self.started += 1
+        name = f"{self.folder.name}_{index}_{self.started}"
+        return start_actor(SmallSampler, name, 1, self.folder / "log", 40 + self.started)
+
+    def assert_all_hold(self, version: int) -> None:
+        want = self.learner.content()
+        for sampler in self.fleet.samplers:
+            assert equal(sampler.content(), want)
+        states = wait([sampler.later.state() for sampler in self.fleet.samplers])
+        assert {(held, closed) for held, _, closed in states} == {(version, None)}
+        assert len({root for _, root, _ in states}) == 1
+
+
+@pytest.mark.parametrize("transport", ["ray", "process_group"])
+def test_a_sampler_killed_between_two_chunks_rejoins(transport: str, tmp_path: Path) -> None:
+    run = Run(tmp_path, transport, "delta")
+    first = run.fleet.sync(1)
+    run.assert_all_hold(1)
+    run.learner.step()
+    second = run.fleet.sync(2)
+    run.assert_all_hold(2)
+    assert second["sync/bytes"] < first["sync/bytes"] / 2
+
+    run.learner.step()
+    run.fleet.samplers[1].doom(1)
+    run.fleet.sync(3)
+    run.assert_all_hold(3)
+    assert run.started == 3
+
+    run.learner.step()
+    fourth = run.fleet.sync(4)  # changes again, to both
+    run.assert_all_hold(4)
+    assert 0 < fourth["sync/changed_share"] < 0.3

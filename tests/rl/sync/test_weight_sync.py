@@ -1,0 +1,326 @@
+"""One learner and several samplers, without processes: what is sent to whom, and what a failure leaves behind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from rl.actors import LearnerActor, SamplerActor
+from rl.cluster import ActorDied
+from rl.config import SyncConfig
+from rl.fleet import Fleet
+from rl.metrics import METRICS
+from rl.sync import weight_sync
+from rl.sync.protocol import AttestationError, RefusedError, State
+from rl.sync.receiver import Receiver
+from rl.sync.sender import Sender
+from rl.sync.transport import RayInlet, RayOutlet
+from rl.sync.weight_sync import WeightSync
+from tests.rl.sync.worlds import MAP, Learner, Model, equal, wanted
+
+
+class Local:
+    """`rl.cluster.Remote` without a process. `later` answers at once with the result, or with what was raised.
+
+    dies_in: a method in which the process ends. fails_in: one that raises.
+    """
+
+    def __init__(self, actor: Any, dies_in: str = "", fails_in: str = "") -> None:
+        self.actor, self.dies_in, self.fails_in, self.dead = actor, dies_in, fails_in, False
+        self.calls: list[str] = []
+        self.later = SimpleNamespace()
+        for method in dir(actor):
+            if not method.startswith("_") and callable(getattr(actor, method)):
+                setattr(self.later, method, self._caught(method))
+                setattr(self, method, self._waiting(method))
+
+    def _caught(self, method: str) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            self.calls.append(method)
+            self.dead = self.dead or method == self.dies_in
+            if self.dead:
+                return ActorDied("the process ended")
+            failed = [argument for argument in args if isinstance(argument, Exception)]
+            if failed:
+                return failed[0]  # as Ray has it: a call fails with the call that was to give its argument
+            if method == self.fails_in:
+                return ValueError(f"failed in {method}")
+            try:
+                return getattr(self.actor, method)(*args)
+            except Exception as error:
+                return error
+
+        return call
+
+    def _waiting(self, method: str) -> Callable[..., Any]:
+        return lambda *args: wait(getattr(self.later, method)(*args))
+
+
+def wait(result: Any) -> Any:
+    if isinstance(result, list):
+        return [wait(one) for one in result]
+    if isinstance(result, Exception):
+        raise result
+    return result
+
+
+@pytest.fixture(autouse=True)
+def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weight_sync, "wait", wait)
+    monkeypatch.setattr("rl.fleet.wait", wait)
+
+
+def learner_actor(learner: Learner) -> LearnerActor:
+    """The actor's own methods, around other weights than Megatron's."""
+    actor = LearnerActor.__new__(LearnerActor)
+    actor.policy = learner  # type: ignore[assignment]
+    return actor
+
+
+def sampler_actor(seed: int) -> SamplerActor:
+    actor = SamplerActor.__new__(SamplerActor)
+    actor.receiver, actor.inlet, actor.device = Receiver(Model(seed)), RayInlet(), torch.device("cpu")
+    actor.ready = lambda: True  # type: ignore[method-assign]
+    actor.generate = lambda *share: (seed, *share)  # type: ignore[method-assign,assignment]
+    return actor
+
+
+class World:
+    def __init__(
+        self, samplers: int = 2, faults: dict[int, dict[str, str]] | None = None, **config: Any
+    ) -> None:
+        self.learner = Learner()
+        faults = faults or {}
+        self.samplers = [Local(sampler_actor(50 + i), **faults.get(i, {})) for i in range(samplers)]
+        self.remote = Local(learner_actor(self.learner))
+        config = {"codec": "delta", **config}
+        self.sync = WeightSync(self.remote, self.samplers, MAP, SyncConfig(**config))
+
+    def model(self, index: int) -> Model:
+        return self.samplers[index].actor.receiver.holder
+
+    def all_hold(self, version: int, *indices: int) -> bool:
+        want = wanted(self.learner)
+        models = [self.model(index) for index in indices or range(len(self.samplers))]
+        return all((m.version, m.closed) == (version, None) and equal(m.everything(), want) for m in models)
+
+
+@pytest.mark.parametrize("codec", ["packed", "delta", "bf16"])
+def test_every_sampler_gets_every_version_and_the_metrics_are_in_the_table(codec: str) -> None:
+    world = World(3, codec=codec)
+    for version in (1, 2, 3):
+        world.learner.step()
+        metrics = world.sync.sync(version)
+        assert world.all_hold(version)
+        assert metrics.keys() <= METRICS.keys()
+        assert metrics["sync/tensors"] == len(world.learner.export_layout(MAP))
+        assert min(metrics.values()) >= 0
+    layout = world.learner.export_layout(MAP).values()
+    held = sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in layout)
+    if codec == "packed":
+        assert metrics["sync/bytes"] == held
+    if codec == "delta":
+        assert 0 < metrics["sync/bytes"] < held / 2
+        assert 0 < metrics["sync/changed_share"] < 0.3
+    else:
+        assert "sync/changed_share" not in metrics
+
+
+def test_unchanged_weights_cost_a_delta_nothing() -> None:
+    world = World()
+    world.sync.sync(1)
+    metrics = world.sync.sync(2)
+    assert (metrics["sync/bytes"], metrics["sync/changed_share"]) == (0, 0)
+    assert world.all_hold(2)
+
+
+@pytest.mark.parametrize("stage", ["held", "begin", "receive"])
+def test_a_refusal_before_the_end_leaves_every_sampler_as_it_was(stage: str) -> None:
+    world = World(faults={1: {"fails_in": ""}})
+    world.sync.sync(1)
+    before = [world.model(index).everything() for index in (0, 1)]
+    world.learner.step()
+    world.samplers[1].fails_in = stage
+    with pytest.raises(ValueError, match=f"failed in {stage}"):
+        world.sync.sync(2)
+    for index in (0, 1):
+        model = world.model(index)
+        assert (model.version, model.closed) == (1, None)
+        assert equal(model.everything(), before[index])
+        assert world.samplers[index].calls.count("end") == 1  # of version 1
+    world.samplers[1].fails_in = ""
+    world.sync.sync(3)  # whole: the sender does not know any more what they hold
+    assert world.all_hold(3)
+
+
+def test_a_sampler_that_holds_anything_else_stops_the_run_and_nobody_serves() -> None:
+    world = World()
+    world.sync.sync(1)
+    world.learner.step()
+    model = world.model(1)
+    stale = dict(model.derived)
+    model.refresh = lambda: stale  # type: ignore[method-assign]
+    with pytest.raises(
+        AttestationError, match=r"version 2: sampler 1 holds other bytes .*derived.w13.elements"
+    ):
+        world.sync.sync(2)
+    for index in (0, 1):
+        assert world.samplers[index].actor.receiver.state is State.TORN
+        assert world.model(index).closed is not None
+
+
+def test_another_specification_is_refused() -> None:
+    world = World()
+    world.model(0).precision_map = type(MAP).resolve(2, MAP.layers[0])
+    with pytest.raises(
+        RefusedError, match=f"made under precision map {MAP.fingerprint}, this sampler runs under"
+    ):
+        world.sync.sync(1)
+
+
+@pytest.mark.parametrize("stage", ["held", "begin", "receive", "end", "commit"])
+@pytest.mark.parametrize("codec", ["packed", "delta"])
+def test_a_sampler_that_dies_in_a_sync_does_not_keep_the_others_from_it(stage: str, codec: str) -> None:
+    world = World(3, codec=codec)
+    world.sync.sync(1)
+    world.learner.step()
+    world.samplers[1].dies_in = stage
+    world.sync.sync(2)
+    assert world.all_hold(2, 0, 2)
+    assert world.sync.lost() == [1]
+
+    # Its successor comes when the learner has moved on: it must get what the others hold.
+    want = wanted(world.learner)
+    world.learner.step()
+    world.samplers[1] = Local(sampler_actor(77))
+    world.sync.rejoin(1, world.samplers[1])
+    assert world.sync.lost() == []
+    assert (world.model(1).version, world.model(1).closed) == (2, None)
+    assert equal(world.model(1).everything(), want)
+    world.sync.sync(3)
+    assert world.all_hold(3)
+
+
+def test_a_sampler_that_missed_a_version_gets_whole_tensors_and_the_others_changes() -> None:
+    world = World()
+    world.sync.sync(1)
+    world.samplers[1] = Local(sampler_actor(88))  # replaced without anybody being told
+    world.sync._samplers[1] = world.samplers[1]
+    world.learner.step()
+    metrics = world.sync.sync(2)
+    assert "sync/changed_share" in metrics
+    assert world.all_hold(2)
+
+
+def test_a_learner_that_dies_in_a_sync_is_not_taken_for_a_sampler() -> None:
+    world = World()
+    world.sync.sync(1)
+    before = [world.model(index).everything() for index in (0, 1)]
+    world.learner.step()
+    world.remote.dies_in = "ship"
+    with pytest.raises(ActorDied, match="the process ended"):
+        world.sync.sync(2)
+    assert world.sync.lost() == []
+    for index in (0, 1):
+        assert (world.model(index).version, world.model(index).closed) == (1, None)
+        assert equal(world.model(index).everything(), before[index])
+
+
+def test_when_nobody_is_left_the_run_ends() -> None:
+    world = World(2, faults={0: {"dies_in": "begin"}, 1: {"dies_in": "receive"}})
+    with pytest.raises(ActorDied, match="sampler 1 died: the process ended"):
+        world.sync.sync(1)
+
+
+def test_without_a_copy_a_sampler_cannot_be_brought_back() -> None:
+    world = World(codec="packed", restarts=0)
+    world.sync.sync(1)
+    with pytest.raises(RuntimeError, match="no copy of what was sent last is kept"):
+        world.sync.rejoin(1, Local(sampler_actor(88)))
+
+
+@pytest.fixture
+def fleet() -> Iterator[tuple[World, Fleet]]:
+    world = World()
+    started = iter(range(100, 110))
+
+    def start(index: int) -> Local:
+        world.samplers[index] = Local(sampler_actor(next(started)))
+        return world.samplers[index]
+
+    world.fleet = Fleet(world.samplers, Local(world.sync), start, restarts=2)  # type: ignore[attr-defined,arg-type]
+    yield world, world.fleet  # type: ignore[attr-defined]
+
+
+def test_a_sampler_that_dies_at_work_is_replaced_and_its_share_done_again(fleet: tuple[World, Fleet]) -> None:
+    world, samplers = fleet
+    samplers.sync(1)
+    assert samplers.generate([("a",), ("b",)]) == [(50, "a"), (51, "b")]
+    assert samplers.generate([("a",), ("",)]) == [(50, "a"), []]  # fewer prompts than samplers
+    assert samplers.ask(1, "c") == (51, "c")
+    want = wanted(world.learner)
+    world.learner.step()  # an update under way while the next batch is drawn
+    world.samplers[1].dead = True
+    assert samplers.generate([("a",), ("b",)]) == [(50, "a"), (100, "b")]
+    assert world.model(1).version == 1
+    assert equal(world.model(1).everything(), want)
+
+
+def test_a_sampler_that_dies_in_a_sync_is_replaced_at_once(fleet: tuple[World, Fleet]) -> None:
+    world, samplers = fleet
+    samplers.sync(1)
+    world.learner.step()
+    world.samplers[0].dies_in = "receive"
+    samplers.sync(2)
+    assert world.all_hold(2)
+    assert samplers.generate([("a",), ("b",)]) == [(100, "a"), (51, "b")]
+
+
+def test_deaths_are_bounded(fleet: tuple[World, Fleet]) -> None:
+    world, samplers = fleet
+    samplers.sync(1)
+    for _ in range(2):
+        world.samplers[1].dead = True
+        samplers.generate([("a",), ("b",)])
+    world.samplers[1].dead = True
+    with pytest.raises(ActorDied, match=r"sync.restarts=2: no more restarts"):
+        samplers.generate([("a",), ("b",)])
+
+
+def test_twenty_versions_by_changes_are_byte_for_byte_a_whole_sync() -> None:
+    """And the bytes of the three codecs, printed."""
+    learner = Learner()
+    model, spent = Receiver(Model()), {}
+    from tests.rl.sync.worlds import sync
+
+    senders = {codec: Sender(learner, MAP, keep=True) for codec in ("packed", "delta", "bf16")}
+    receivers = {"delta": model, "packed": Receiver(Model(1)), "bf16": Receiver(Model(2))}
+    for version in range(1, 22):
+        for codec, sender in senders.items():
+            spent[codec] = sync(sender, receivers[codec], version, codec).nbytes
+        learner.step(1e-4)
+    fresh = Receiver(Model(3))
+    sync(Sender(learner, MAP, keep=False), fresh, 1)
+    learner_now = wanted(learner)
+    sync(senders["delta"], model, 22, "delta")
+    assert equal(model.holder.everything(), fresh.holder.everything())  # type: ignore[attr-defined]
+    assert equal(fresh.holder.everything(), learner_now)  # type: ignore[attr-defined]
+    assert spent["delta"] < spent["packed"] < spent["bf16"]
+    print(f"bytes of a sync: {spent}")
+
+
+def test_the_ray_ends_give_back_what_was_shipped() -> None:
+    learner = Learner()
+    sender, outlet, inlet = Sender(learner, MAP, keep=False), RayOutlet(), RayInlet()
+    said = sender.open("s", 1, "packed", 1000)
+    chunk = sender.chunk()
+    parcel = outlet.ship(chunk)
+    got = inlet.fetch(parcel)
+    assert said.chunks > 1
+    assert got.header == chunk.header
+    assert torch.equal(got.payload, chunk.payload)
+    assert got.payload.data_ptr() != chunk.payload.data_ptr()
