@@ -82,7 +82,7 @@ def approximate_reciprocal(x):
     """1/x to about one unit in the last place; for results that are checked or need no more."""
     if COMPILED:
         return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=r,r", [x], tl.float32, True, 1)
-    return tl.div_rn(x * 0.0 + 1.0, x)
+    return tl.div_rn(tl.full(x.shape, 1.0, tl.float32), x)
 
 
 @triton.jit
