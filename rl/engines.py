@@ -47,7 +47,7 @@ class Engines:
 
     def memory(self) -> dict[str, float]:
         """Peak resident memory of every process, the driver's too, in MiB, by the names of `rl.metrics`."""
-        named = {
+        named: dict[str, Remote | Fleet | None] = {
             "learner": self.learner,
             "weight_sync": self.weight_sync,
             "reference": self.reference,
