@@ -11,4 +11,4 @@ ruff format --check .
 lint-imports
 mypy
 # A process for each of at most four cores; the tests of a file stay together, since they share engines.
-exec env OMP_NUM_THREADS=1 python -m pytest --numprocesses=auto --maxprocesses=4 --dist=loadfile "$@"
+exec env OMP_NUM_THREADS=1 python -m pytest --numprocesses=auto --maxprocesses=4 --dist=loadfile --no-loadscope-reorder "$@"

@@ -1,12 +1,21 @@
-"""Triton kernels run in Triton's interpreter where there is no GPU. Triton reads the variable when it is imported,
-which some test modules do through other libraries: it is set ahead of all of them.
+"""Settings of the whole suite.
+
+Triton kernels run in Triton's interpreter where there is no GPU. Triton reads the variable when it is imported, which
+some test modules do through other libraries: it is set ahead of all of them.
 """
 
 from __future__ import annotations
 
 import os
 
+import pytest
 import torch
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with slow tests come first: when processes share the suite, none is left with one of them at the end."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)

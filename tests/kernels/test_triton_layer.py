@@ -18,6 +18,7 @@ from tests.kernels.triton_env import DEVICE, GPU
 SMALL = LayerShape(tokens=9, hidden=128, ffn=128, experts=4, top_k=2)
 LARGE = LayerShape(tokens=1500, hidden=512, ffn=256, experts=8, top_k=4)
 NARROW = LayerShape(tokens=5, hidden=96, ffn=48, experts=3, top_k=1)  # quick in the interpreter; fits no tile
+TILED = LayerShape(tokens=5, hidden=128, ffn=128, experts=2, top_k=1)
 SHAPES = [SMALL, NARROW, pytest.param(LARGE, marks=GPU)]
 SPECS = ("minite", "minite_expert")
 
@@ -56,7 +57,7 @@ def test_forward_is_the_references(shape: LayerShape, name: str) -> None:
     assert (found == expected).float().mean() > 0.95
 
 
-@pytest.mark.parametrize("shape", [SMALL, pytest.param(LARGE, marks=GPU)])
+@pytest.mark.parametrize("shape", [TILED, pytest.param(LARGE, marks=GPU)])
 def test_a_token_has_the_same_bits_in_any_company(shape: LayerShape, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the product of many rows or of few, alone or not."""
     case = Case(shape, named_spec("minite"))

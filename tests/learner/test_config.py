@@ -83,7 +83,7 @@ def test_a_constant_length_is_needed_for_dr_grpo_alone() -> None:
         (KLConfig, "estimator", "k4"),
         (KLConfig, "place", "both"),
         (CriticConfig, "value_clip", 0.0),
-        (CriticConfig, "lr", 0.0),
+        (CriticConfig, "lr_factor", 0.0),
         (CriticConfig, "warmup_iterations", -1),
     ],
 )

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from kernels import backends
 from kernels.catalogue import named_spec
 from kernels.digest import tensor_digest
 from kernels.experts import ExpertWeights, derived_name, wire_name
@@ -394,13 +395,13 @@ def test_forward_passes_and_exports_share_one_quantisation(
 ) -> None:
     policy = make_policy(model_folder("qwen3_moe"), "minite")
     made: list[str] = []
-    quantize = ExpertWeights.quantize
 
     def counted(*arguments: Any) -> ExpertWeights:
         made.append(arguments[-1].name)
-        return quantize(*arguments)
+        return ExpertWeights.quantize(*arguments)
 
-    monkeypatch.setattr(ExpertWeights, "quantize", counted)
+    counting = dataclasses.replace(backends.REFERENCE, quantize=counted)
+    monkeypatch.setattr(backends, "choose", lambda spec, device: counting)
     for version in (1, 2):
         first = dict(policy.export())
         policy.score(*sequences, 1.0)
