@@ -170,9 +170,16 @@ def open_job(plan: Plan) -> Iterator[Job]:
         _say(view, *check_specifications(reports, config.spec.allow_difference))
         yield job
         reports = engines.reports()
-        if any(checkpoints.steps()):  # more than step 0: there was something to learn
+        if has_learned(checkpoints.steps(), checkpoint):
             check_experts_ran(reports)
         record_engines(folder, reports)
+
+
+def has_learned(steps: Sequence[int], begun_from: Checkpoint | None) -> bool:
+    """Whether a launch has learned anything. steps: of the checkpoints that there are at its end; a run, or what is
+    left of one, may have nothing to learn.
+    """
+    return max(steps, default=0) > (begun_from.step if begun_from else 0)
 
 
 def _restore(

@@ -11,8 +11,9 @@ import pytest
 import ray
 
 import rl.job
-from rl.checkpoint import CheckpointStore
+from rl.checkpoint import Checkpoint, CheckpointStore
 from rl.errors import DiskFull
+from rl.job import has_learned
 from rl.records.history import read_history
 from rl.run_folder import RunFolder
 from rl.train import main
@@ -94,3 +95,20 @@ def test_a_log_without_room_loses_lines_and_nothing_else(capsys: pytest.CaptureF
     handler.close()
     captured = capsys.readouterr()
     assert captured.err == captured.out == ""
+
+
+@pytest.mark.parametrize(
+    ("steps", "begun_from", "learned"),
+    [
+        ([], None, False),
+        ([0], None, False),
+        ([0, 4], None, True),
+        ([10, 16], 16, False),
+        ([16, 20], 16, True),
+    ],
+)
+def test_a_launch_has_learned_when_it_leaves_a_later_checkpoint(
+    steps: list[int], begun_from: int | None, learned: bool, tmp_path: Path
+):
+    checkpoint = None if begun_from is None else Checkpoint(step=begun_from, path=tmp_path, state={})
+    assert has_learned(steps, checkpoint) is learned
