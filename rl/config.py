@@ -394,5 +394,7 @@ class Config:
     data: DataConfig
     reward: RewardConfig
     evaluation: EvaluationConfig
-    sync: SyncConfig
     logging: LoggingConfig
+    sync: SyncConfig = field(
+        default_factory=SyncConfig
+    )  # a saved configuration may be older than this section
