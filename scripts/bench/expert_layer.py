@@ -1,6 +1,6 @@
 """The expert layer's products and the whole layer on this GPU, beside BF16 and unfused pipelines in the same run.
 
-    PYTHONPATH=. python scripts/bench/kernels.py [--tokens N ...] [--loads L ...] [--trace FILE] [--json FILE]
+    PYTHONPATH=. python scripts/bench/expert_layer.py [--tokens N ...] [--loads L ...] [--trace FILE] [--json FILE]
 
 Shapes are Qwen3-30B-A3B's (hidden 2048, 128 experts top-8, expert FFN 768) unless said otherwise. Ways that are
 compared take turns, since the clock of a GPU under load falls; times are medians. Kernels that are bound by bandwidth
@@ -15,17 +15,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
 import torch
-
-# Python looks in this file's folder first, where `kernels` would be this file.
-sys.path.append(sys.path.pop(0))
-
 from pipelines import Bf16, OneByOne, Ours, Problem, Unfused, Weights, vllm_experts
 
 from kernels.triton import tuning
