@@ -1,6 +1,6 @@
 """Bytes of a sync by each codec over real updates, and whether a sampler fed by changes holds what a whole sync gives.
 
-    python scripts/bench/codecs.py [--updates 20] [+recipe=tiny] [group.key=value ...]
+    python scripts/bench/sync_codecs.py [--updates 20] [+recipe=tiny] [group.key=value ...]
 
 The recipe's model in the real learner takes optimiser steps (language-model loss on its prompts, at the recipe's
 learning rate); after each, three receivers are brought to the new version, one by each codec, attested. At the end a
