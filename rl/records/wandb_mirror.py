@@ -51,15 +51,18 @@ def mirror(folder: RunFolder, mode: str, project: str, parent: int) -> None:
             x_save_requirements=False,
         ),
     )
-    run.config.update(
-        _config(folder), allow_val_change=True
-    )  # a resumed run may have changed, say, its length
+    record_config(run, folder)
     first = run.step
     for line in follow(folder.metrics, parent):
         step, metrics = decode_line(line)
         if step >= first:
             run.log(metrics, step=step)
     run.finish()
+
+
+def record_config(run: Any, folder: RunFolder) -> None:
+    """Give W&B the run's configuration; a resumed run may have changed, say, its length."""
+    run.config.update(_config(folder), allow_val_change=True)
 
 
 def run_id(folder: RunFolder) -> str:

@@ -15,6 +15,7 @@ import torch
 from rl.metrics import UnknownMetric
 from rl.records.history import read_history
 from rl.records.logger import RunLogger
+from rl.records.wandb_mirror import record_config
 from rl.run_folder import RunFolder, RunFolderError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -152,6 +153,20 @@ def test_wandb_offline_writes_everything_and_sends_nothing(
     assert names == {f"run-{(folder.wandb / 'id').read_text()}.wandb"}
     assert not _visited(network)
     assert not (folder.path / "no_account").exists()  # nothing in the user's home
+
+
+def test_wandb_takes_the_changed_configuration_of_a_resumed_run(
+    folder: RunFolder, network: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import wandb
+
+    monkeypatch.setenv("HOME", str(folder.path / "no_account"))
+    with wandb.init(mode="offline", dir=str(folder.path)) as run:
+        for iterations in (10, 20):
+            folder.replace_config(f"run:\n  iterations: {iterations}\n")
+            record_config(run, folder)
+            assert run.config["run"]["iterations"] == iterations
+    assert not _visited(network)
 
 
 # A run that is killed, while a process that it forked lives on and holds its pipes open.
