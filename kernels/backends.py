@@ -30,19 +30,24 @@ _NATIVE, _EMULATED = ((10, 0), (10, 3)), ((9, 0),)
 class ExpertKernels:
     """The functions of one back end. What `prepare` gives goes to `forward` and `expert_layer` of the same one.
 
-    quantize: as `ExpertWeights.quantize`; prepare, forward: as in `kernels.reference`; expert_layer: as in
-    `kernels.autograd`.
+    quantize: as `ExpertWeights.quantize`; prepare, forward: as in `kernels.reference`, prepare with a keyword `compact`
+    for an engine that has to spare memory rather than time; expert_layer: as in `kernels.autograd`.
     """
 
     name: str
     quantize: Callable[[torch.Tensor, torch.Tensor, ExecutionSpec], ExpertWeights]
-    prepare: Callable[[ExpertWeights, ExecutionSpec], Any]
+    prepare: Callable[..., Any]
     forward: Callable[..., torch.Tensor]
     expert_layer: Callable[..., torch.Tensor]
 
 
+def _prepare_reference(weights: ExpertWeights, spec: ExecutionSpec, *, compact: bool = False) -> Any:
+    """The reference has one form of weights."""
+    return reference.prepare(weights, spec)
+
+
 REFERENCE = ExpertKernels(
-    "reference", ExpertWeights.quantize, reference.prepare, reference.forward, autograd.expert_layer
+    "reference", ExpertWeights.quantize, _prepare_reference, reference.forward, autograd.expert_layer
 )
 
 

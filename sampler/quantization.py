@@ -122,7 +122,7 @@ class ExpertMethod(FusedMoEMethodBase):
         """What `apply` computes with, in the back end's form: made from `weights` when it is first asked for."""
         if self._prepared is None:
             assert self.weights is not None, "the checkpoint is not loaded"
-            self._prepared = self._kernels().prepare(self.weights, self.spec)
+            self._prepared = self._kernels().prepare(self.weights, self.spec, compact=True)
         return self._prepared
 
     def apply(

@@ -36,8 +36,8 @@ def grouped_gemm(
     """The grouped rows of `operand` [R, K] times their experts' `weight` [E, N, K], into `out`, bfloat16 [R, N].
 
     Padding rows up to groups.starts[E] become zero, later rows are left as they are. Native where `weight` is, which
-    needs a packed operand, else a decoded one. tile: instead of `kernels.triton.tuning`'s choice. Does not wait for the
-    device. Raises ValueError for operands that do not fit each other.
+    needs a packed operand, else a decoded one; a compact weight is decoded first. tile: instead of
+    `kernels.triton.tuning`'s choice. Does not wait for the device. Raises ValueError for operands that do not fit.
     """
     native = weight.native
     experts, features, width = weight.shape
@@ -51,7 +51,7 @@ def grouped_gemm(
     if not groups.rows:
         return out
     depth = tile.depth // 2 if native else tile.depth  # entries of a row of operands
-    a, w = (operand.codes, weight.codes) if native else (operand.decoded, weight.decoded)
+    a, w = (operand.codes, weight.codes) if native else (operand.decoded, weight.elements())
     a_scales = w_scales = None
     if native:
         assert operand.block_scales is not None and weight.block_scales is not None

@@ -37,7 +37,7 @@ class PreparedExperts:
 
     def derived(self) -> dict[str, torch.Tensor]:
         """As `kernels.reference.PreparedExperts.derived`."""
-        parts = {"w13": self.w13.named_tensors(), "w2": self.w2.named_tensors()}
+        parts = {"w13": self.w13.derived(), "w2": self.w2.derived()}
         return {f"{name}.{part}": tensor for name, own in parts.items() for part, tensor in own.items()}
 
 
@@ -80,16 +80,19 @@ def quantize(w13: torch.Tensor, w2: torch.Tensor, spec: ExecutionSpec) -> Expert
     return ExpertWeights.from_tensors(stored, spec)
 
 
-def prepare(weights: ExpertWeights, spec: ExecutionSpec, *, native: bool = False) -> PreparedExperts:
-    """Lay out `weights` for the native or the emulated products. Raises ValueError when they were stored under a spec
-    of another layout, and for a spec that the kernels do not compute.
+def prepare(
+    weights: ExpertWeights, spec: ExecutionSpec, *, compact: bool = False, native: bool = False
+) -> PreparedExperts:
+    """Lay out `weights` for the native or the emulated products. compact: for the emulated ones, keep them in 4 bits
+    alone, and decode them in every call of many rows. Raises ValueError when they were stored under a spec of another
+    layout, and for a spec that the kernels do not compute.
     """
     check_spec(spec)
     weights = ExpertWeights.from_tensors(weights.tensors(), spec)
     matrices = []
     for matrix in (weights.w13, weights.w2):
         assert isinstance(matrix, QuantizedTensor)
-        matrices.append(ExpertMatrix.of(matrix, native=native))
+        matrices.append(ExpertMatrix.of(matrix, native=native, compact=compact))
     return PreparedExperts(spec, *matrices)
 
 

@@ -89,10 +89,35 @@ def test_product_of_few_rows_has_the_bits_of_the_grouped_one(shape: tuple[int, i
     )
 
 
-def test_decoded_weights() -> None:
-    case = make((2, 128, 128), [[0]])
-    assert case.matrix.decoded is not None
-    assert torch.equal(case.matrix.decoded.cpu(), decode(case.weight, SPEC.weight).half())
+@pytest.mark.parametrize("compact", [False, True])
+@pytest.mark.parametrize("shape", [(2, 256, 128), (2, 48, 80)])
+def test_decoded_weights(shape: tuple[int, int, int], compact: bool) -> None:
+    """Also of a matrix that was taken apart, as operators do; a compact one holds 4.5 bits an element, if tiles fit."""
+    case = make(shape, [[0]])
+    on_device = QuantizedTensor(
+        *(t.to(DEVICE) for t in (case.weight.codes, case.weight.block_scales, case.weight.outer_scales))
+    )
+    matrix = ExpertMatrix.of(on_device, native=False, compact=compact)
+    again = ExpertMatrix.from_tensors(matrix.tensors())
+    expected = decode(case.weight, SPEC.weight).half()
+    for own in (matrix, again):
+        assert own.shape == shape
+        assert torch.equal(own.elements().cpu(), expected)
+    assert (matrix.decoded is None) == (compact and shape[1] % 128 == 0)
+    held = sum(tensor.nbytes for tensor in matrix.tensors()[1:])
+    if matrix.decoded is None:
+        assert held * 16 == expected.numel() * 9
+    derived = case.matrix.derived()
+    assert derived.keys() == matrix.derived().keys()
+    assert all(torch.equal(derived[name], tensor) for name, tensor in matrix.derived().items())
+
+
+def test_a_compact_weight_gives_the_same_product() -> None:
+    case = make((4, 128, 128), [[0], [3], [0]])
+    compact = replace(case.matrix, decoded=None)
+    expected = grouped_gemm(case.operand, case.matrix, case.groups, out=case.out())
+    used = case.groups.slot_of_row >= 0
+    assert torch.equal(grouped_gemm(case.operand, compact, case.groups, out=case.out())[used], expected[used])
 
 
 def test_no_tokens() -> None:
