@@ -52,13 +52,12 @@ def expert_gradients(
     """d_output: [T, H]; topk_weights: float32 [T, k]; w13, w2: the master weights, BF16 or FP32, in whose type their
     gradients come. The gradient of x is bfloat16, or float32 where d_output is. Experts without tokens get zeros.
     """
-    offsets = groups.starts[1:]
     d_rows, x_rows, d_topk_weights = spread(d_output, topk_weights, saved, groups)
-    d_act = _grouped_mm(d_rows, w2.detach().bfloat16(), offs=offsets)
+    d_act = input_gradient(d_rows, w2, groups)
     d_fc1 = swiglu_backward(saved.fc1, d_act, groups)
     d_w2 = weight_gradient(d_rows, saved.act, groups, w2.dtype)
     del d_act, d_rows
-    d_x_rows = _grouped_mm(d_fc1, w13.detach().bfloat16(), offs=offsets)
+    d_x_rows = input_gradient(d_fc1, w13, groups)
     d_w13 = weight_gradient(d_fc1, x_rows, groups, w13.dtype)
     return Gradients(sum_slots(d_x_rows, groups, d_output.dtype), d_topk_weights, d_w13, d_w2)
 
@@ -119,6 +118,11 @@ def swiglu_backward(fc1: torch.Tensor, d_act: torch.Tensor, groups: ExpertGroups
             BLOCK=block,
         )
     return d_fc1
+
+
+def input_gradient(d_y: torch.Tensor, weight: torch.Tensor, groups: ExpertGroups) -> torch.Tensor:
+    """bfloat16 [R, N], weights [E, N, K] taken in BF16 -> each expert's rows times its weight, bfloat16 [R, K]."""
+    return _grouped_mm(d_y, weight.detach().bfloat16(), offs=groups.starts[1:])
 
 
 def weight_gradient(

@@ -16,19 +16,20 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
 import torch
-from pipelines import Bf16, OneByOne, Ours, Problem, Unfused, Weights, vllm_experts
+from pipelines import SPEC, Bf16, OneByOne, Ours, Problem, Unfused, Weights, vllm_experts
 
 from kernels.triton import tuning
 from kernels.triton.backward import weight_gradient
 from kernels.triton.decode_gemm import decode_gemm
 from kernels.triton.grouped_gemm import grouped_gemm
-from kernels.triton.grouping import group
-from kernels.triton.quantize import GroupedOperand
+from kernels.triton.grouping import ExpertGroups, group
+from kernels.triton.quantize import GroupedOperand, permute_quantize
+from kernels.triton.swiglu import swiglu_quantize
 
 Call = Callable[[], object]
 FEW = 512  # tokens up to which launches matter, so that times are those of CUDA graphs
@@ -138,6 +139,10 @@ def products(problem: Problem, weights: Weights, bytes_s: float, flops_s: float,
             "ours": partial(product, operand, matrix, groups, out=out),
             "grouped_mm": partial(torch._grouped_mm, values, plain_t, offs=offsets),
         }
+        if not few:
+            # Weights decoded in every call, where an engine holds them in 4 bits alone.
+            compact = replace(matrix, decoded=None)
+            calls["weights decoded"] = partial(product, operand, compact, groups, out=out)
         if few:
             # Without padding, which would count against it.
             packed = values[: problem.ids.numel()]
@@ -157,6 +162,8 @@ def products(problem: Problem, weights: Weights, bytes_s: float, flops_s: float,
         else:
             share = f"{flops / 1e12:.0f} TFLOP/s = {flops / flops_s:.0%} dense"
         rows.append(Row(problem.tokens, problem.load, what, times, share))
+        if not few:
+            rows.append(decode_counted(problem, groups, weights.w2.shape[2], rows[-1], repeats))
         if what == "FC2" and not few:
             d_y = torch.randn(groups.rows, features, device="cuda").bfloat16()
             calls = {
@@ -168,6 +175,38 @@ def products(problem: Problem, weights: Weights, bytes_s: float, flops_s: float,
             share = f"{flops / 1e12:.0f} TFLOP/s = {flops / flops_s:.0%} dense"
             rows.append(Row(problem.tokens, problem.load, "FC2 wgrad, FP32", times, share))
     return rows
+
+
+def decode_counted(problem: Problem, groups: ExpertGroups, ffn: int, product: Row, repeats: int) -> Row:
+    """What decoding costs beside the product: of the activations, which the quantiser writes in 16 bits instead of
+    4.5, and of the weights, where it is done in every call.
+    """
+    activation = SPEC.activation
+    assert activation is not None
+    if product.what == "FC1":
+        quantise = partial(permute_quantize, problem.x, groups, activation)
+    else:
+        fc1 = torch.randn(groups.rows, 2 * ffn, device="cuda").bfloat16()
+        quantise = partial(swiglu_quantize, fc1, groups, activation, keep_act=False)
+    times = medians(
+        {
+            "decoded": partial(quantise, packed=False, decoded=True),
+            "packed": partial(quantise, packed=True, decoded=False),
+        },
+        repeats,
+        problem.tokens <= 8192,
+    )
+    activations = max(0.0, times["decoded"] - times["packed"])
+    return replace(
+        product,
+        what=f"{product.what}, decode",
+        times={
+            "ours": product.times["ours"] + activations,
+            "grouped_mm": product.times["grouped_mm"],
+            "weights decoded": product.times["weights decoded"] + activations,
+        },
+        share=f"activations' decode {activations:.4f}",
+    )
 
 
 def layers(problem: Problem, weights: Weights, flops_s: float, repeats: int) -> list[Row]:
@@ -193,7 +232,8 @@ def layers(problem: Problem, weights: Weights, flops_s: float, repeats: int) -> 
 
     rows = [Row(problem.tokens, problem.load, "layer forward", times, share(flops))]
     if not few:
-        times = medians({"ours": ours.both, "bf16": plain.both}, repeats, False)
+        both: dict[str, Call] = {"ours": ours.both, "bf16": plain.both}
+        times = medians(both, repeats, problem.tokens <= 8192)
         rows.append(
             Row(
                 problem.tokens,

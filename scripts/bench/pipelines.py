@@ -1,4 +1,4 @@
-"""The ways of computing an expert layer that `kernels.py` compares."""
+"""The ways of computing an expert layer that `expert_layer.py` compares."""
 
 from __future__ import annotations
 

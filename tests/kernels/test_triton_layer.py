@@ -13,6 +13,7 @@ from kernels.guard import NonFiniteGuard
 from kernels.layer_input import LayerInput, LayerShape, synthetic_layer
 from kernels.spec import ExecutionSpec
 from kernels.triton import layer, ops, tuning
+from kernels.triton.gradient_products import product_errors
 from tests.kernels.triton_env import DEVICE, GPU
 
 SMALL = LayerShape(tokens=9, hidden=128, ffn=128, experts=4, top_k=2)
@@ -94,6 +95,19 @@ def test_gradients(shape: LayerShape, master: torch.dtype) -> None:
     assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
     exact = exact_gradients(given, d_output, case.spec)
     assert relative(found[3], exact.w2) < (2e-3 if master is torch.float32 else 2.5e-3)
+
+
+@pytest.mark.parametrize("shape", [NARROW, pytest.param(LARGE, marks=GPU)])
+def test_each_product_of_the_gradient_is_within_2e_3_of_float64(shape: LayerShape) -> None:
+    """At its own operands; FP32 sums without a further rounding are much closer."""
+    on_cpu = synthetic_layer(shape, "gaussian", 0)
+    tensors = (on_cpu.x, on_cpu.topk_ids, on_cpu.topk_weights, on_cpu.w13, on_cpu.w2)
+    given = LayerInput(*(tensor.to(DEVICE) for tensor in tensors), on_cpu.label)
+    d_output = torch.randn(on_cpu.x.shape, generator=torch.Generator().manual_seed(1)).bfloat16().to(DEVICE)
+    errors = product_errors(given, d_output, torch.float32)
+    assert max(errors.values()) < 2e-3
+    assert max(errors["FC1 wgrad"], errors["FC2 wgrad"]) < 1e-6
+    assert max(product_errors(given, d_output, torch.bfloat16).values()) < 2e-3
 
 
 def test_an_expert_without_tokens_gets_zero_gradients() -> None:
