@@ -174,9 +174,10 @@ def _quantisers(target: int) -> Iterator[Compilation]:
         "bad": "*u8",
     }
     constants: dict[str, Any] = {"BLOCKS": HIDDEN // 16, "PADDED": HIDDEN // 16, "ROWS": 1, "BF16": True}
-    constants |= {"SHARED": False, "PACKED": True, "DECODED": target < 100}
+    constants |= {"SHARED": False, "PACKED": True, "DECODED": target < 100, "ALIGN": 0}
     for name, top_k in (("quantise rows", 0), ("permute and quantise", TOP_K)):
-        types = pointers | {"amax": "*u8", "row_of_slot": "*i32", "rows": rows, "rows_of_group": rows}
+        types = pointers | {"amax": "*u8", "row_of_slot": "*i32", "tile_expert": "*i32", "bad_counts": "*i64"}
+        types |= {"rows": rows, "rows_of_group": rows}
         yield Compilation(
             name, target, quantize._quantize, types, constants | {"TOP_K": top_k}, strict, None, True
         )
@@ -189,7 +190,9 @@ def _quantisers(target: int) -> Iterator[Compilation]:
         "scales": "*u8",
     }
     pointers |= {"outer": "*fp32", "bad": "*u8", "slot_of_row": "*i32", "starts": "*i32", "rows": rows}
+    pointers |= {"tile_expert": "*i32", "bad_counts": "*i64"}
     constants = {"EXPERTS": EXPERTS, "BLOCKS": FFN // 16, "PADDED": 64, "ROWS": 2, "KEEP_ACT": False}
+    constants |= {"ALIGN": 0}
     constants |= {"PACKED": target >= 100, "DECODED": target < 100}
     yield Compilation(
         "SwiGLU and quantise", target, swiglu._swiglu_quantize, pointers, constants, strict, None, True

@@ -16,6 +16,8 @@ ALIGN = 128
 _CHUNK = 32  # slots that one program ranks against each other
 _SCAN = 1024
 _TILES = 64  # tiles whose expert one program finds
+_FEW = 4096  # slots up to which every expert's program reads all of them: one launch
+_READ = 1024  # of them at a time
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,10 +78,26 @@ def group(topk_ids: torch.Tensor, num_experts: int, align: int = ALIGN) -> Exper
     groups = ExpertGroups(
         ints(*topk_ids.shape), ints(rows), ints(num_experts + 1), ints(num_experts), ints(tiles), align
     )
-    ranks, before = ints(slots), torch.zeros(num_experts, chunks, dtype=torch.int32, device=device)
     ids = topk_ids.contiguous()
-    if slots:
-        _rank[(chunks,)](ids, ranks, before, slots, num_experts, chunks, CHUNK=_CHUNK, num_warps=1)
+    if slots <= _FEW:
+        _group_few[(num_experts,)](
+            ids,
+            groups.row_of_slot,
+            groups.slot_of_row,
+            groups.starts,
+            groups.counts,
+            groups.tile_expert,
+            slots,
+            rows,
+            E=num_experts,
+            PADDED=triton.next_power_of_2(num_experts + 1),
+            ALIGN=align,
+            BLOCK=min(_READ, max(32, triton.next_power_of_2(slots))),
+            num_warps=4,
+        )
+        return groups
+    ranks, before = ints(slots), torch.zeros(num_experts, chunks, dtype=torch.int32, device=device)
+    _rank[(chunks,)](ids, ranks, before, slots, num_experts, chunks, CHUNK=_CHUNK, num_warps=1)
     _scan[(num_experts,)](before, groups.counts, chunks, BLOCK=_SCAN, num_warps=4)
     _offsets[(max(1, -(-tiles // _TILES)),)](
         groups.counts,
@@ -93,20 +111,19 @@ def group(topk_ids: torch.Tensor, num_experts: int, align: int = ALIGN) -> Exper
         TILES=_TILES,
         num_warps=4,
     )
-    if slots:
-        _place[(chunks,)](
-            ids,
-            ranks,
-            before,
-            groups.starts,
-            groups.row_of_slot,
-            groups.slot_of_row,
-            slots,
-            num_experts,
-            chunks,
-            CHUNK=_CHUNK,
-            num_warps=1,
-        )
+    _place[(chunks,)](
+        ids,
+        ranks,
+        before,
+        groups.starts,
+        groups.row_of_slot,
+        groups.slot_of_row,
+        slots,
+        num_experts,
+        chunks,
+        CHUNK=_CHUNK,
+        num_warps=1,
+    )
     return groups
 
 
@@ -115,6 +132,61 @@ def _load_ids(ids, slot, slots, num_experts):
     """Expert ids; those that do not exist are -1."""
     found = tl.load(ids + slot, mask=slot < slots, other=-1)
     return tl.where((found >= 0) & (found < num_experts), found, -1).to(tl.int32)
+
+
+@triton.jit
+def _group_few(
+    ids,
+    row_of_slot,
+    slot_of_row,
+    starts,
+    counts,
+    tile_expert,
+    slots,
+    rows,
+    E: tl.constexpr,
+    PADDED: tl.constexpr,
+    ALIGN: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """All of a grouping for one expert; each program counts every expert's slots, so that none waits for another."""
+    expert = tl.program_id(0)
+    bins = tl.arange(0, PADDED)  # bin E: ids and slots that do not exist
+    total = tl.zeros((PADDED,), tl.int32)
+    for first in range(0, slots, BLOCK):
+        slot = first + tl.arange(0, BLOCK)
+        found = _load_ids(ids, slot, slots, E)
+        total += tl.histogram(tl.where(found < 0, E, found), PADDED)
+    tiles = tl.where(bins < E, (total + ALIGN - 1) // ALIGN, 0)
+    start = tl.sum(tl.where(bins < expert, tiles, 0), axis=0) * ALIGN
+    count = tl.sum(tl.where(bins == expert, total, 0), axis=0)
+    end = start + (count + ALIGN - 1) // ALIGN * ALIGN
+    tl.store(starts + expert, start)
+    tl.store(counts + expert, count)
+    done = start
+    for first in range(0, slots, BLOCK):
+        slot = first + tl.arange(0, BLOCK)
+        found = _load_ids(ids, slot, slots, E)
+        own = found == expert
+        row = done + tl.cumsum(own.to(tl.int32), axis=0) - 1
+        tl.store(row_of_slot + slot, row, mask=own)
+        tl.store(slot_of_row + row, slot, mask=own)
+        done += tl.sum(own.to(tl.int32), axis=0)
+        if expert == 0:
+            tl.store(row_of_slot + slot, tl.full((BLOCK,), -1, tl.int32), mask=(slot < slots) & (found < 0))
+    _fill(slot_of_row, start + count, end, -1, ALIGN)
+    _fill(tile_expert, start // ALIGN, end // ALIGN, expert, 32)
+    if expert == E - 1:
+        tl.store(starts + E, end)
+        _fill(slot_of_row, end, rows, -1, BLOCK)
+        _fill(tile_expert, end // ALIGN, rows // ALIGN, -1, 32)
+
+
+@triton.jit
+def _fill(target, first, end, value, BLOCK: tl.constexpr):
+    for start in range(first, end, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        tl.store(target + at, tl.zeros((BLOCK,), tl.int32) + value, mask=at < end)
 
 
 @triton.jit

@@ -178,13 +178,17 @@ def _steps(
     product = decode_gemm if few else grouped_gemm
     packed, quantizer = w13.native, _SPEC.activation
     assert quantizer is not None
-    operand = permute_quantize(x, groups, quantizer, packed=packed, decoded=not packed)
+    bad = x.new_zeros((2, groups.counts.shape[0]), dtype=torch.int64) if few else None
+    first, second = (None, None) if bad is None else bad
+    operand = permute_quantize(x, groups, quantizer, packed=packed, decoded=not packed, bad_counts=first)
     fc1 = x.new_empty((groups.rows, w13.shape[1]), dtype=torch.bfloat16)
     product(operand, w13, groups, out=fc1)
-    inner, act = swiglu_quantize(fc1, groups, quantizer, packed=packed, decoded=not packed, keep_act=keep_act)
+    inner, act = swiglu_quantize(
+        fc1, groups, quantizer, packed=packed, decoded=not packed, keep_act=keep_act, bad_counts=second
+    )
     fc2 = x.new_empty((groups.rows, w2.shape[1]), dtype=torch.bfloat16)
     product(inner, w2, groups, out=fc2)
-    return fc1, act, fc2, count_bad(operand, inner, groups)
+    return fc1, act, fc2, count_bad(operand, inner, groups) if bad is None else bad
 
 
 def groups_of(tensors: Sequence[torch.Tensor]) -> ExpertGroups:

@@ -134,6 +134,8 @@ def launch_rows(
         bad,
         bad if amax is None else amax,
         bad,
+        bad,
+        bad,
         rows,
         rows_of_group,
         BLOCKS=blocks,
@@ -144,21 +146,34 @@ def launch_rows(
         SHARED=amax is not None,
         PACKED=True,
         DECODED=False,
+        ALIGN=0,
         num_warps=own.warps,
         enable_fp_fusion=False,
     )
 
 
 def permute_quantize(
-    x: torch.Tensor, groups: ExpertGroups, spec: QuantizerSpec, *, packed: bool, decoded: bool
+    x: torch.Tensor,
+    groups: ExpertGroups,
+    spec: QuantizerSpec,
+    *,
+    packed: bool,
+    decoded: bool,
+    bad_counts: torch.Tensor | None = None,
 ) -> GroupedOperand:
     """[T, K], bfloat16 or float32 -> the quantised rows of every slot in grouped order, in the forms asked for.
 
-    Does not wait for the device: rows that are not finite are marked in `bad`. Raises ValueError for specs other than
-    `minite`'s, for another shape or type, for groups of another number of tokens, and when no form is asked for.
+    Does not wait for the device: rows that are not finite are marked in `bad`. bad_counts: int64 [E], to which the
+    number of each expert's rows that are not finite is added; padding is then left as it is, and all is one launch.
+    Raises ValueError for specs other than `minite`'s, for another shape or type, for groups of another number of
+    tokens, when no form is asked for, and for packed codes with bad_counts.
     """
     check_quantizer(spec, _ROW_DOMAINS)
     check_rows(x, "activation")
+    if packed and bad_counts is not None:
+        raise ValueError(
+            "block scales in the tensor cores' order take a second launch: packed is not for few rows"
+        )
     tokens, top_k = groups.row_of_slot.shape
     if len(x) != tokens:
         raise ValueError(f"groups are of {tokens} tokens, x is {tuple(x.shape)}")
@@ -167,10 +182,12 @@ def permute_quantize(
     result = empty_operand(groups, width, packed=packed, decoded=decoded)
     if not tokens:
         return result
-    own = tile(blocks)
-    token_scales = torch.empty(tokens, blocks, dtype=torch.uint8, device=device)
-    token_outer = torch.empty(tokens, dtype=torch.float32, device=device)
-    token_bad = torch.empty(tokens, dtype=torch.uint8, device=device)
+    own, direct = tile(blocks), bad_counts is not None
+    token_scales = torch.empty(0 if direct else tokens, blocks, dtype=torch.uint8, device=device)
+    token_outer, token_bad = result.outer_scales, result.bad.view(torch.uint8)
+    if not direct:
+        token_outer = torch.empty(tokens, dtype=torch.float32, device=device)
+        token_bad = torch.empty(tokens, dtype=torch.uint8, device=device)
     _quantize[(triton.cdiv(tokens, own.rows),)](
         words(x),
         token_scales if result.codes is None else result.codes.view(torch.int32),
@@ -180,6 +197,8 @@ def permute_quantize(
         token_bad,
         token_bad,
         groups.row_of_slot,
+        groups.tile_expert,
+        token_bad if bad_counts is None else bad_counts,
         tokens,
         1,
         BLOCKS=blocks,
@@ -190,10 +209,12 @@ def permute_quantize(
         SHARED=False,
         PACKED=packed,
         DECODED=decoded,
+        ALIGN=groups.align if direct else 0,
         num_warps=own.warps,
         enable_fp_fusion=False,
     )
-    finish_tiles(result, groups, token_scales, token_outer, token_bad, top_k)
+    if not direct:
+        finish_tiles(result, groups, token_scales, token_outer, token_bad, top_k)
     return result
 
 
@@ -257,6 +278,8 @@ def _quantize(
     bad,
     amax,
     row_of_slot,
+    tile_expert,
+    bad_counts,
     rows,
     rows_of_group,
     BLOCKS: tl.constexpr,
@@ -267,9 +290,11 @@ def _quantize(
     SHARED: tl.constexpr,
     PACKED: tl.constexpr,
     DECODED: tl.constexpr,
+    ALIGN: tl.constexpr,
 ):
     """x int32 words [rows, K/2 or K] -> codes int32 and decoded int32 (f16 pairs) at their destinations, scales and g
     of the rows. TOP_K = 0: a row's destination is its own number, else those in row_of_slot [rows, TOP_K], -1 for none.
+    ALIGN > 0: g and flags go to the destinations too, which stand in tiles of ALIGN rows, and flags are counted.
     """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     block = tl.arange(0, PADDED)
@@ -292,12 +317,14 @@ def _quantize(
         row_bits = tl.load(amax + row // rows_of_group, mask=own, other=0)
     else:
         row_bits = tl.max(block_bits, axis=1)
-    g, finite = outer_scale(row_bits)
-    tl.store(bad + row, tl.where(finite, 0, 1).to(tl.uint8), mask=own)
-    tl.store(outer + row // rows_of_group, g, mask=own & (row % rows_of_group == 0))
-    g = tl.broadcast_to(g[:, None], (ROWS, PADDED))
+    row_g, finite = outer_scale(row_bits)
+    flag = tl.where(finite, 0, 1).to(tl.uint8)
+    g = tl.broadcast_to(row_g[:, None], (ROWS, PADDED))
     scale = block_scale(block_bits, g, tl.broadcast_to(finite[:, None], (ROWS, PADDED)))
-    tl.store(scales + at, scale.to(tl.uint8), mask=mask)
+    if ALIGN == 0:
+        tl.store(bad + row, flag, mask=own)
+        tl.store(outer + row // rows_of_group, row_g, mask=own & (row % rows_of_group == 0))
+        tl.store(scales + at, scale.to(tl.uint8), mask=mask)
 
     if BF16:
         c0, c1 = codes_of_bf16(w0, w1, w2, w3, w4, w5, w6, w7, scale, g)
@@ -320,12 +347,23 @@ def _quantize(
         else:
             target = tl.load(row_of_slot + row * TOP_K + slot, mask=own, other=-1).to(tl.int64)
             there = target >= 0
+        if ALIGN > 0:
+            tl.store(outer + target, row_g, mask=there)
+            tl.store(bad + target, flag, mask=there)
+            count_bad(bad_counts, tile_expert, target // ALIGN, there & (flag > 0), ROWS)
         if PACKED:
             to = (target[:, None] * BLOCKS + block[None, :])[:, :, None] * 2 + pair[None, None, :]
             tl.store(codes + to, code_words, mask=(there[:, None] & (block < BLOCKS)[None, :])[:, :, None])
         if DECODED:
             to = target[:, None] * (BLOCKS * 8) + word[None, :]
             tl.store(decoded + to, f16_words, mask=there[:, None] & (word < BLOCKS * 8)[None, :])
+
+
+@triton.jit
+def count_bad(bad_counts, tile_expert, tile_number, mask, ROWS: tl.constexpr):
+    """One more for the experts of these tiles, where mask says so."""
+    expert = tl.load(tile_expert + tile_number, mask=mask, other=0)
+    tl.atomic_add(bad_counts + expert, tl.full((ROWS,), 1, tl.int64), mask=mask)
 
 
 @triton.jit

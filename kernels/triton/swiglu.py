@@ -26,7 +26,7 @@ from kernels.triton.block import (
 )
 from kernels.triton.codec import COMPILED, approximate_reciprocal, bf16_high, bf16_low, pack_bf16
 from kernels.triton.grouping import ExpertGroups
-from kernels.triton.quantize import BLOCK, GroupedOperand, empty_operand, finish_tiles, tile
+from kernels.triton.quantize import BLOCK, GroupedOperand, count_bad, empty_operand, finish_tiles, tile
 from kernels.triton.support import check_quantizer, words
 
 _MINUS_LOG2_E = tl.constexpr(-1.4426950408889634)
@@ -69,13 +69,15 @@ def swiglu_quantize(
     packed: bool,
     decoded: bool,
     keep_act: bool,
+    bad_counts: torch.Tensor | None = None,
 ) -> tuple[GroupedOperand, torch.Tensor | None]:
     """FC1's output bfloat16 [R, 2F] in grouped order, gate then up -> FC2's quantised input, and the same before
     quantisation, bfloat16 [R, F] with padding rows of zeros, if `keep_act`.
 
-    Rows of padding are not read; rows from starts[E] on are neither read nor written. The first call on a device
-    makes a table there, and cannot be part of a CUDA graph. Raises ValueError for specs other than `minite`'s, for
-    another shape or type, and when no form is asked for.
+    Rows of padding are not read; rows from starts[E] on are neither read nor written. bad_counts: int64 [E], to which
+    the number of each expert's rows that are not finite is added; padding is then not written either. The first call
+    on a device makes a table there, and cannot be part of a CUDA graph. Raises ValueError for specs other than
+    `minite`'s, for another shape or type, and when no form is asked for.
     """
     check_quantizer(spec, (ScaleDomain.TOKEN,))
     if fc1.dim() != 2 or fc1.dtype is not torch.bfloat16 or fc1.shape[1] == 0 or fc1.shape[1] % (2 * BLOCK):
@@ -103,11 +105,14 @@ def swiglu_quantize(
         result.bad.view(torch.uint8),
         groups.slot_of_row,
         groups.starts,
+        groups.tile_expert,
+        groups.starts if bad_counts is None else bad_counts,
         rows,
         EXPERTS=groups.counts.shape[0],
         BLOCKS=blocks,
         PADDED=triton.next_power_of_2(blocks),
         ROWS=own.rows,
+        ALIGN=0 if bad_counts is None else groups.align,
         PACKED=packed,
         DECODED=decoded,
         KEEP_ACT=keep_act,
@@ -163,21 +168,31 @@ def _swiglu_quantize(
     bad,
     slot_of_row,
     starts,
+    tile_expert,
+    bad_counts,
     rows,
     EXPERTS: tl.constexpr,
     BLOCKS: tl.constexpr,
     PADDED: tl.constexpr,
     ROWS: tl.constexpr,
+    ALIGN: tl.constexpr,
     PACKED: tl.constexpr,
     DECODED: tl.constexpr,
     KEEP_ACT: tl.constexpr,
 ):
-    """fc1 int32 words [rows, 2 * 8 BLOCKS]; codes, decoded and act int32 words; scales [rows, BLOCKS]."""
+    """fc1 int32 words [rows, 2 * 8 BLOCKS]; codes, decoded and act int32 words; scales [rows, BLOCKS].
+    ALIGN > 0: padding is left alone, and rows that are not finite are counted for the experts of tiles of ALIGN rows.
+    """
     first = tl.program_id(0) * ROWS
-    if first < tl.load(starts + EXPERTS):
-        row = first + tl.arange(0, ROWS)
-        inside = row < rows
-        routed = tl.load(slot_of_row + row, mask=inside, other=-1) >= 0
+    row = first + tl.arange(0, ROWS)
+    inside = row < rows
+    routed = tl.load(slot_of_row + row, mask=inside, other=-1) >= 0
+    if ALIGN > 0:
+        inside = routed
+        some = tl.max(routed.to(tl.int32), axis=0) > 0
+    else:
+        some = first < tl.load(starts + EXPERTS)
+    if some:
         row = row.to(tl.int64)
         block = tl.arange(0, PADDED)
         exists = (block < BLOCKS)[None, :]
@@ -208,6 +223,8 @@ def _swiglu_quantize(
         row_g, finite = outer_scale(tl.max(block_bits, axis=1))
         tl.store(outer + row, tl.where(routed, row_g, 0.0), mask=inside)
         tl.store(bad + row, tl.where(finite, 0, 1).to(tl.uint8), mask=inside)
+        if ALIGN > 0:
+            count_bad(bad_counts, tile_expert, row // ALIGN, routed & ~finite, ROWS)
         row_g = tl.broadcast_to(row_g[:, None], (ROWS, PADDED))
         scale = block_scale(block_bits, row_g, tl.broadcast_to(finite[:, None], (ROWS, PADDED)))
         c0, c1 = codes_of_bf16(w0, w1, w2, w3, w4, w5, w6, w7, scale, row_g)

@@ -63,9 +63,9 @@ def pack_tiles(codes_ptr, scales_ptr, words_out_ptr, scales_out_ptr, K: tl.const
     second = first + 8 * (K // 2)
     natural |= (tl.load(second).to(tl.int32) << 16) | (tl.load(second + 4).to(tl.int32) << 24)
     packed = natural & 0x77777777
-    for p in tl.static_range(4):
-        packed |= ((natural >> (8 * p + 3)) & 1) << (4 * (3 - p) + 3)
-        packed |= ((natural >> (8 * p + 7)) & 1) << (4 * (7 - p) + 3)
+    for i in tl.static_range(4):
+        packed |= ((natural >> (4 * i + 3)) & 1) << (8 * i + 7)
+        packed |= ((natural >> (4 * i + 19)) & 1) << (8 * i + 3)
     tl.store(words_out_ptr + tile * 2048 + index, packed)
     index = tl.arange(0, 1024)
     h, d, r = index % 2, index // 2 % 4, index // 8 % 8
@@ -75,38 +75,30 @@ def pack_tiles(codes_ptr, scales_ptr, words_out_ptr, scales_out_ptr, K: tl.const
 
 
 # An FP16 number's high byte holds all of an E2M1 value: `prmt` looks four of them up by the low three bits of four
-# nibbles. Bit 3 of nibble 3-p is the sign of element 2p, bit 3 of nibble 7-p that of 2p+1: one shift brings both to
-# their places in a pair of FP16 numbers.
+# nibbles. Bit 8i+7 of a word is the sign of element i, bit 8i+3 that of element 4+i: one mask brings four to their
+# bytes. Another `prmt` makes two bytes a pair of FP16 numbers.
 _DECODE = tl.constexpr("""
 {
-    .reg .b32 sel, up, lo, hi, s, v, t;
+    .reg .b32 sel, lo, hi, s, t, v;
     and.b32 sel, $8, 0x77777777;
-    shr.u32 up, sel, 16;
     prmt.b32 lo, 0x3E3C3800, 0x46444240, sel;
-    prmt.b32 hi, 0x3E3C3800, 0x46444240, up;
+    shr.u32 sel, sel, 16;
+    prmt.b32 hi, 0x3E3C3800, 0x46444240, sel;
+    lop3.b32 lo, $8, 0x80808080, lo, 0xEA;
+    shl.b32 t, $8, 4;
+    lop3.b32 hi, t, 0x80808080, hi, 0xEA;
     mov.b32 s, {$9, $9};
     prmt.b32 v, lo, 0, 0x1404;
-    and.b32 t, $8, 0x80008000;
-    or.b32 v, v, t;
     mul.rn.f16x2 v, v, s;
     mov.b32 {$0, $1}, v;
     prmt.b32 v, lo, 0, 0x3424;
-    shl.b32 t, $8, 4;
-    and.b32 t, t, 0x80008000;
-    or.b32 v, v, t;
     mul.rn.f16x2 v, v, s;
     mov.b32 {$2, $3}, v;
     mov.b32 s, {$10, $10};
     prmt.b32 v, hi, 0, 0x1404;
-    shl.b32 t, $8, 8;
-    and.b32 t, t, 0x80008000;
-    or.b32 v, v, t;
     mul.rn.f16x2 v, v, s;
     mov.b32 {$4, $5}, v;
     prmt.b32 v, hi, 0, 0x3424;
-    shl.b32 t, $8, 12;
-    and.b32 t, t, 0x80008000;
-    or.b32 v, v, t;
     mul.rn.f16x2 v, v, s;
     mov.b32 {$6, $7}, v;
 }
@@ -117,7 +109,7 @@ _CONSTRAINTS = tl.constexpr("=h,=h,=h,=h,=h,=h,=h,=h,r,h,h")
 @triton.jit
 def _element(words, scales, i: tl.constexpr):
     """Element i of every word, times its scale, in float16: exact. For the interpreter, which runs no assembly."""
-    sign_bit: tl.constexpr = 4 * (3 - i // 2 + 4 * (i % 2)) + 3
+    sign_bit: tl.constexpr = 8 * (i % 4) + 7 - i // 4 * 4
     code = (words >> (4 * i)) & 7
     sign = (words >> sign_bit) & 1
     value = ((code << 9) | (sign << 15)).to(tl.uint16).to(tl.float16, bitcast=True) * 16384.0

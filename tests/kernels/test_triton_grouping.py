@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from kernels.routing import Routing
+from kernels.triton import grouping
 from kernels.triton.grouping import ExpertGroups, capacity, group
 from tests.kernels.triton_env import DEVICE
 
@@ -43,6 +44,12 @@ def check(groups: ExpertGroups, ids: torch.Tensor, experts: int, align: int) -> 
     assert [rows[row] for row in groups.row_of_slot.flatten().tolist()] == list(range(ids.numel()))
     expert_of_row = groups.expert_of_row()[: len(rows)].cpu()
     assert torch.equal(expert_of_row[torch.tensor(rows) >= 0], routing.experts)
+
+
+@pytest.fixture(params=["in one launch", "in several"], autouse=True)
+def launches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "in several":
+        monkeypatch.setattr(grouping, "_FEW", 0)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -121,10 +121,12 @@ def test_an_expert_without_tokens_gets_zero_gradients() -> None:
         assert not gradient[1].any() and gradient[0].any() and gradient[2].any()
 
 
-def test_values_that_are_not_finite() -> None:
-    case = Case(NARROW, named_spec("minite"))
+@pytest.mark.parametrize("shape", [NARROW, TILED])
+def test_values_that_are_not_finite(shape: LayerShape) -> None:
+    """By the product of many rows, and by that of few."""
+    case = Case(shape, named_spec("minite"))
     case.x[2, 5] = torch.nan
-    guard = NonFiniteGuard(7, 3)
+    guard = NonFiniteGuard(7, shape.experts)
     case.forward(guard=guard)
     with pytest.raises(ValueError, match=r"layer 7: FC1 input of expert"):
         guard.check()
