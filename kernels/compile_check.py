@@ -96,7 +96,7 @@ def _products(target: int) -> Iterator[Compilation]:
     from kernels.triton.backward import _weight_gradient
     from kernels.triton.decode_gemm import decode_product
     from kernels.triton.grouped_gemm import grouped_product
-    from kernels.triton.tuning import EMULATED, NATIVE, DecodeTile, GroupedTile
+    from kernels.triton.tuning import EMULATED, NATIVE, GroupedTile, decode_tile
 
     pointers = {
         "ga_ptr": "*fp32",
@@ -136,7 +136,7 @@ def _products(target: int) -> Iterator[Compilation]:
                 yield grouped(tile, False, features, width)
     if target >= 100:
         return
-    few = DecodeTile(16)
+    few = decode_tile(TOP_K, EXPERTS)
     types = {
         "x_ptr": "*fp16",
         "ga_ptr": "*fp32",
@@ -149,7 +149,13 @@ def _products(target: int) -> Iterator[Compilation]:
     }
     constants = {"N": 2 * FFN, "K": HIDDEN, "BM": few.rows, "STAGES": few.stages}
     yield Compilation(
-        "product of few rows", target, decode_product, types, constants, {"num_warps": few.warps}, _WGMMA
+        "product of few rows",
+        target,
+        decode_product,
+        types,
+        constants,
+        {"num_warps": few.warps, "maxnreg": few.registers},
+        _WGMMA,
     )
     types = {
         "d_y_desc": "tensordesc<bf16[64, 128]>",
@@ -174,13 +180,15 @@ def _quantisers(target: int) -> Iterator[Compilation]:
         "bad": "*u8",
     }
     constants: dict[str, Any] = {"BLOCKS": HIDDEN // 16, "PADDED": HIDDEN // 16, "ROWS": 1, "BF16": True}
-    constants |= {"SHARED": False, "PACKED": True, "DECODED": target < 100, "ALIGN": 0}
-    for name, top_k in (("quantise rows", 0), ("permute and quantise", TOP_K)):
+    constants |= {"SHARED": False, "PACKED": True, "DECODED": target < 100}
+    forms = {"quantise rows": (0, 0), "permute and quantise": (TOP_K, 0)}
+    if target < 100:
+        forms["permute and quantise, few"] = (TOP_K, 16)
+    for name, (top_k, align) in forms.items():
         types = pointers | {"amax": "*u8", "row_of_slot": "*i32", "tile_expert": "*i32", "bad_counts": "*i64"}
         types |= {"rows": rows, "rows_of_group": rows}
-        yield Compilation(
-            name, target, quantize._quantize, types, constants | {"TOP_K": top_k}, strict, None, True
-        )
+        own = constants | {"TOP_K": top_k, "ALIGN": align, "PACKED": not align}
+        yield Compilation(name, target, quantize._quantize, types, own, strict, None, True)
     pointers = {
         "fc1": "*i32",
         "table": "*fp32",
@@ -192,11 +200,11 @@ def _quantisers(target: int) -> Iterator[Compilation]:
     pointers |= {"outer": "*fp32", "bad": "*u8", "slot_of_row": "*i32", "starts": "*i32", "rows": rows}
     pointers |= {"tile_expert": "*i32", "bad_counts": "*i64"}
     constants = {"EXPERTS": EXPERTS, "BLOCKS": FFN // 16, "PADDED": 64, "ROWS": 2, "KEEP_ACT": False}
-    constants |= {"ALIGN": 0}
     constants |= {"PACKED": target >= 100, "DECODED": target < 100}
-    yield Compilation(
-        "SwiGLU and quantise", target, swiglu._swiglu_quantize, pointers, constants, strict, None, True
-    )
+    aligns = {"SwiGLU and quantise": 0} | ({"SwiGLU and quantise, few": 16} if target < 100 else {})
+    for name, align in aligns.items():
+        own = constants | {"ALIGN": align}
+        yield Compilation(name, target, swiglu._swiglu_quantize, pointers, own, strict, None, True)
     types = {"fc2": "*i32", "row_of_slot": "*i32", "coefficients": "*fp32", "output": "*i32"}
     constants = {"WIDTH": HIDDEN // 2, "COLUMNS": 256, "TOP_K": TOP_K}
     yield Compilation("combine", target, combine._combine, types, constants, strict, None, True)

@@ -55,6 +55,7 @@ def decode_gemm(
         BM=tile.rows,
         STAGES=tile.stages,
         num_warps=tile.warps,
+        maxnreg=tile.registers,
     )
     return out
 

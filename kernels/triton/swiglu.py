@@ -184,7 +184,7 @@ def _swiglu_quantize(
     ALIGN > 0: padding is left alone, and rows that are not finite are counted for the experts of tiles of ALIGN rows.
     """
     first = tl.program_id(0) * ROWS
-    row = first + tl.arange(0, ROWS)
+    row = (first + tl.arange(0, ROWS)).to(tl.int64)
     inside = row < rows
     routed = tl.load(slot_of_row + row, mask=inside, other=-1) >= 0
     if ALIGN > 0:
@@ -193,7 +193,6 @@ def _swiglu_quantize(
     else:
         some = first < tl.load(starts + EXPERTS)
     if some:
-        row = row.to(tl.int64)
         block = tl.arange(0, PADDED)
         exists = (block < BLOCKS)[None, :]
         at = row[:, None] * BLOCKS + block[None, :]

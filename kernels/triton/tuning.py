@@ -27,11 +27,12 @@ class GroupedTile:
 
 @dataclass(frozen=True)
 class DecodeTile:
-    """Rows of an expert that are multiplied at a time."""
+    """Rows of an expert that are multiplied at a time; registers: the most that a thread may take."""
 
     rows: int
     stages: int = 3
     warps: int = 4
+    registers: int | None = None
 
 
 # Measured on an H200; kernels/README.md has the numbers.
@@ -63,7 +64,9 @@ def few_rows(slots: int, num_experts: int) -> bool:
 def decode_tile(slots: int, num_experts: int) -> DecodeTile:
     """For so many token slots: as many rows as most experts have under a balanced load, at least 16."""
     average = slots / num_experts
-    return DecodeTile(16 if average <= 10 else 32 if average <= 20 else 64)
+    if average <= 10:
+        return DecodeTile(16, stages=4, registers=128)  # four programs a processor instead of three
+    return DecodeTile(32 if average <= 20 else 64)
 
 
 def measure(
