@@ -198,12 +198,12 @@ def _quantisers(target: int) -> Iterator[Compilation]:
         "scales": "*u8",
     }
     pointers |= {"outer": "*fp32", "bad": "*u8", "slot_of_row": "*i32", "starts": "*i32", "rows": rows}
-    pointers |= {"tile_expert": "*i32", "bad_counts": "*i64"}
+    pointers |= {"tile_expert": "*i32", "bad_counts": "*i64", "prefetched": "*i32"}
     constants = {"EXPERTS": EXPERTS, "BLOCKS": FFN // 16, "PADDED": 64, "ROWS": 2, "KEEP_ACT": False}
     constants |= {"PACKED": target >= 100, "DECODED": target < 100}
     aligns = {"SwiGLU and quantise": 0} | ({"SwiGLU and quantise, few": 16} if target < 100 else {})
     for name, align in aligns.items():
-        own = constants | {"ALIGN": align}
+        own = constants | {"ALIGN": align, "STRIPES": HIDDEN // 128 if align else 0}
         yield Compilation(name, target, swiglu._swiglu_quantize, pointers, own, strict, None, True)
     types = {"fc2": "*i32", "row_of_slot": "*i32", "coefficients": "*fp32", "output": "*i32"}
     constants = {"WIDTH": HIDDEN // 2, "COLUMNS": 256, "TOP_K": TOP_K}

@@ -39,9 +39,9 @@ class NonFiniteGuard:
         else:
             own.index_add_(0, experts, bad_rows.long())
 
-    def add_inputs(self, counts: torch.Tensor) -> None:
-        """counts: int64 [2, E], rows of FC1's and FC2's inputs counted already. Does not wait for the device."""
-        self._all(counts.device)[: len(counts)].add_(counts)
+    def input_counts(self, device: torch.device) -> torch.Tensor:
+        """int64 [2, E] on the device, the counts of FC1's and FC2's inputs: for kernels, to add to."""
+        return self._all(device)[:2]
 
     def check(self) -> None:
         """Wait for the device. Raises ValueError when anything was counted; counting starts again at zero."""

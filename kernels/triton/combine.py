@@ -11,6 +11,8 @@ from kernels.triton.codec import bf16_high, bf16_low, pack_bf16
 from kernels.triton.grouping import ExpertGroups
 from kernels.triton.support import check_layer, words
 
+_FEW = 512  # tokens up to which a token takes several programs
+
 
 def combine(
     fc2: torch.Tensor, groups: ExpertGroups, topk_weights: torch.Tensor, spec: ExecutionSpec
@@ -34,7 +36,7 @@ def combine(
     if not tokens:
         return output
     width = fc2.shape[1] // 2
-    columns = min(1024, triton.next_power_of_2(width))
+    columns = min(1024 if tokens > _FEW else 256, triton.next_power_of_2(width))
     _combine[(tokens, triton.cdiv(width, columns))](
         words(fc2),
         groups.row_of_slot,

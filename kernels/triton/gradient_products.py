@@ -30,9 +30,14 @@ def product_errors(given: LayerInput, d_output: torch.Tensor, master: torch.dtyp
     w13, w2 = given.w13.to(master), given.w2.to(master)
     prepared = layer.prepare(layer.quantize(w13, w2, spec), spec)
     found = ops.run_experts_for_gradient(
-        given.x.bfloat16(), given.topk_ids, given.topk_weights, prepared.w13, prepared.w2
+        given.x.bfloat16(),
+        given.topk_ids,
+        given.topk_weights,
+        prepared.w13,
+        prepared.w2,
+        ops.no_bad_rows(prepared.w13),
     )
-    saved, groups = Saved(*found[1:5]), ops.groups_of(found[5:-1])
+    saved, groups = Saved(*found[1:5]), ops.groups_of(found[5:])
     d_rows, x_rows, _ = spread(d_output, given.topk_weights, saved, groups)
     d_act = input_gradient(d_rows, w2, groups)
     d_fc1 = swiglu_backward(saved.fc1, d_act, groups)

@@ -112,10 +112,12 @@ def forward(
     check_inputs(x, topk_ids, topk_weights, prepared, spec)
     _check_ids(topk_ids, prepared, guard)
     inputs = x.detach().to(torch.bfloat16), topk_ids, topk_weights.detach()
+    bad = _counts(prepared, guard)
     if torch.compiler.is_compiling():
-        output, bad = ops.experts(*inputs, prepared.w13.tensors(), prepared.w2.tensors())
+        output, found = ops.experts(*inputs, prepared.w13.tensors(), prepared.w2.tensors())
+        bad += found
     else:
-        output, bad = ops.run_experts(*inputs, prepared.w13, prepared.w2)
+        output = ops.run_experts(*inputs, prepared.w13, prepared.w2, bad)
     _report(bad, guard)
     return output
 
@@ -146,10 +148,12 @@ def expert_layer(
         return forward(x, topk_ids, topk_weights, prepared, spec, guard).to(x.dtype)
     _check_ids(topk_ids, prepared, guard)
     inputs = x, topk_ids, topk_weights, w13, w2
+    bad = _counts(prepared, guard)
     if torch.compiler.is_compiling():
-        output, *_, bad = ops.experts_for_gradient(*inputs, prepared.w13.tensors(), prepared.w2.tensors())
+        output, *_, found = ops.experts_for_gradient(*inputs, prepared.w13.tensors(), prepared.w2.tensors())
+        bad += found
     else:
-        output, bad = _ExpertLayer.apply(*inputs, prepared)
+        output = _ExpertLayer.apply(*inputs, prepared, bad)
     _report(bad, guard)
     return output
 
@@ -166,14 +170,14 @@ class _ExpertLayer(torch.autograd.Function):
         w13: torch.Tensor,
         w2: torch.Tensor,
         prepared: PreparedExperts,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        output, *saved, bad = ops.run_experts_for_gradient(
-            x, topk_ids, topk_weights, prepared.w13, prepared.w2
+        bad: torch.Tensor,
+    ) -> torch.Tensor:
+        output, *saved = ops.run_experts_for_gradient(
+            x, topk_ids, topk_weights, prepared.w13, prepared.w2, bad
         )
         # The masters are kept by reference and cast again in backward: a BF16 copy of them would cost memory.
         ctx.save_for_backward(topk_weights, w13, w2, *saved)
-        ctx.mark_non_differentiable(bad)
-        return output, bad
+        return output
 
     @staticmethod
     @once_differentiable
@@ -184,7 +188,7 @@ class _ExpertLayer(torch.autograd.Function):
         found = expert_gradients(
             grad_outputs[0], topk_weights, w13, w2, Saved(*saved[:4]), ops.groups_of(saved[4:])
         )
-        return found.x, None, found.topk_weights, found.w13, found.w2, None
+        return found.x, None, found.topk_weights, found.w13, found.w2, None, None
 
 
 def check_inputs(
@@ -221,11 +225,16 @@ def _check_ids(topk_ids: torch.Tensor, prepared: PreparedExperts, guard: NonFini
         raise ValueError(f"expert ids must be in [0, {experts}), got values in [{low}, {high}]")
 
 
+def _counts(prepared: PreparedExperts, guard: NonFiniteGuard | None) -> torch.Tensor:
+    """int64 [2, E], where rows that are not finite are counted: the guard's, if there is one."""
+    if guard is None:
+        return ops.no_bad_rows(prepared.w13)
+    return guard.input_counts(prepared.w13.outer.device)
+
+
 def _report(bad: torch.Tensor, guard: NonFiniteGuard | None) -> None:
-    """bad: int64 [2, E], rows that were not finite of FC1's and FC2's inputs."""
-    if guard is not None:
-        guard.add_inputs(bad)
-        return
-    guard = NonFiniteGuard(0, bad.shape[1])
-    guard.add_inputs(bad)
-    guard.check()
+    """Without a guard: wait for the device, and raise ValueError if rows were counted."""
+    if guard is None:
+        own = NonFiniteGuard(0, bad.shape[1])
+        own.input_counts(bad.device).copy_(bad)
+        own.check()

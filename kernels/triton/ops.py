@@ -40,7 +40,8 @@ def experts(
     inputs that were not finite.
     """
     matrices = ExpertMatrix.from_tensors(list(w13)), ExpertMatrix.from_tensors(list(w2))
-    return run_experts(x, topk_ids, topk_weights, *matrices)
+    bad = no_bad_rows(matrices[0])
+    return run_experts(x, topk_ids, topk_weights, *matrices, bad), bad
 
 
 @experts.register_fake
@@ -68,10 +69,11 @@ def experts_for_gradient(
     x in BF16, the grouped FC1 output, FC2's input and FC2's output, and the fields of `ExpertGroups`.
     """
     matrices = ExpertMatrix.from_tensors(list(w13)), ExpertMatrix.from_tensors(list(w2))
-    output, *rest = run_experts_for_gradient(x, topk_ids, topk_weights, *matrices)
+    bad = no_bad_rows(matrices[0])
+    output, *rest = run_experts_for_gradient(x, topk_ids, topk_weights, *matrices, bad)
     if rest[0] is x:  # an operator's result must not be its argument
         rest[0] = x.clone()
-    return [output, *rest]
+    return [output, *rest, bad]
 
 
 @experts_for_gradient.register_fake
@@ -149,46 +151,84 @@ def _backward(ctx: Any, gradients: list[torch.Tensor | None]) -> tuple[Any, ...]
 experts_for_gradient.register_autograd(_backward, setup_context=_setup)
 
 
+def no_bad_rows(matrix: ExpertMatrix) -> torch.Tensor:
+    """int64 [2, E] of zeros: counts of rows that are not finite."""
+    return torch.zeros(2, matrix.shape[0], dtype=torch.int64, device=matrix.outer.device)
+
+
 def run_experts(
-    x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, w13: ExpertMatrix, w2: ExpertMatrix
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the operator `experts` does, without the dispatcher's time on the host."""
+    x: torch.Tensor,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    w13: ExpertMatrix,
+    w2: ExpertMatrix,
+    bad: torch.Tensor,
+) -> torch.Tensor:
+    """What the operator `experts` does, without the dispatcher's time on the host. bad: int64 [2, E], to which the rows
+    of FC1's and FC2's inputs that are not finite are added.
+    """
     few = w13.decodes and w2.decodes and tuning.few_rows(topk_ids.numel(), w13.shape[0])
-    groups = group(topk_ids, w13.shape[0], _ALIGN_FEW if few else ALIGN)
-    _, _, fc2, bad = _steps(x, groups, w13, w2, few=few, keep_act=False)
-    return combine(fc2, groups, topk_weights, _SPEC), bad
+    groups = group(topk_ids, w13.shape[0], _ALIGN_FEW if few else ALIGN, prefetch=w13 if few else None)
+    steps = _few_steps if few else _steps
+    return combine(steps(x, groups, w13, w2, bad)[2], groups, topk_weights, _SPEC)
 
 
 def run_experts_for_gradient(
-    x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, w13: ExpertMatrix, w2: ExpertMatrix
+    x: torch.Tensor,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    w13: ExpertMatrix,
+    w2: ExpertMatrix,
+    bad: torch.Tensor,
 ) -> list[torch.Tensor]:
-    """What the operator `experts_for_gradient` does; x itself stands among the results if it is BF16."""
+    """What the operator `experts_for_gradient` does, but for the counts; x itself is among the results if BF16."""
     operand = x.to(torch.bfloat16)
     groups = group(topk_ids, w13.shape[0], ALIGN)
-    fc1, act, fc2, bad = _steps(operand, groups, w13, w2, few=False, keep_act=True)
+    fc1, act, fc2 = _steps(operand, groups, w13, w2, bad, keep_act=True)
     assert act is not None
     output = combine(fc2, groups, topk_weights, _SPEC).to(x.dtype)
-    return [output, operand, fc1, act, fc2, *_group_tensors(groups), bad]
+    return [output, operand, fc1, act, fc2, *_group_tensors(groups)]
+
+
+_Steps = tuple[
+    torch.Tensor, torch.Tensor | None, torch.Tensor
+]  # FC1's output, FC2's input if kept, FC2's output
 
 
 def _steps(
-    x: torch.Tensor, groups: ExpertGroups, w13: ExpertMatrix, w2: ExpertMatrix, *, few: bool, keep_act: bool
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor]:
-    """FC1's output, FC2's input before it is quantised (if kept), FC2's output; counts of rows that are not finite."""
-    product = decode_gemm if few else grouped_gemm
+    x: torch.Tensor,
+    groups: ExpertGroups,
+    w13: ExpertMatrix,
+    w2: ExpertMatrix,
+    bad: torch.Tensor,
+    keep_act: bool = False,
+) -> _Steps:
     packed, quantizer = w13.native, _SPEC.activation
     assert quantizer is not None
-    bad = x.new_zeros((2, groups.counts.shape[0]), dtype=torch.int64) if few else None
-    first, second = (None, None) if bad is None else bad
-    operand = permute_quantize(x, groups, quantizer, packed=packed, decoded=not packed, bad_counts=first)
+    operand = permute_quantize(x, groups, quantizer, packed=packed, decoded=not packed)
     fc1 = x.new_empty((groups.rows, w13.shape[1]), dtype=torch.bfloat16)
-    product(operand, w13, groups, out=fc1)
-    inner, act = swiglu_quantize(
-        fc1, groups, quantizer, packed=packed, decoded=not packed, keep_act=keep_act, bad_counts=second
-    )
+    grouped_gemm(operand, w13, groups, out=fc1)
+    inner, act = swiglu_quantize(fc1, groups, quantizer, packed=packed, decoded=not packed, keep_act=keep_act)
     fc2 = x.new_empty((groups.rows, w2.shape[1]), dtype=torch.bfloat16)
-    product(inner, w2, groups, out=fc2)
-    return fc1, act, fc2, count_bad(operand, inner, groups) if bad is None else bad
+    grouped_gemm(inner, w2, groups, out=fc2)
+    _count_bad(operand, inner, groups, bad)
+    return fc1, act, fc2
+
+
+def _few_steps(
+    x: torch.Tensor, groups: ExpertGroups, w13: ExpertMatrix, w2: ExpertMatrix, bad: torch.Tensor
+) -> _Steps:
+    """For few rows an expert: nothing touches padding, and every step is one launch."""
+    quantizer = _SPEC.activation
+    assert quantizer is not None
+    form = {"packed": False, "decoded": True}
+    operand = permute_quantize(x, groups, quantizer, **form, bad_counts=bad[0])
+    fc1 = x.new_empty((groups.rows, w13.shape[1]), dtype=torch.bfloat16)
+    decode_gemm(operand, w13, groups, out=fc1)
+    inner, _ = swiglu_quantize(fc1, groups, quantizer, **form, keep_act=False, bad_counts=bad[1], prefetch=w2)
+    fc2 = x.new_empty((groups.rows, w2.shape[1]), dtype=torch.bfloat16)
+    decode_gemm(inner, w2, groups, out=fc2)
+    return fc1, None, fc2
 
 
 def groups_of(tensors: Sequence[torch.Tensor]) -> ExpertGroups:
@@ -201,21 +241,19 @@ def _group_tensors(groups: ExpertGroups) -> list[torch.Tensor]:
     return [groups.row_of_slot, groups.slot_of_row, groups.starts, groups.counts, groups.tile_expert]
 
 
-def count_bad(first: GroupedOperand, second: GroupedOperand, groups: ExpertGroups) -> torch.Tensor:
-    """int64 [2, E]: rows of each expert that hold values that are not finite."""
-    experts_ = groups.counts.shape[0]
-    kind = torch.empty if groups.rows else torch.zeros
-    counts = kind(2, experts_, dtype=torch.int64, device=groups.counts.device)
+def _count_bad(
+    first: GroupedOperand, second: GroupedOperand, groups: ExpertGroups, bad: torch.Tensor
+) -> None:
+    """Adds to int64 [2, E] the rows of each expert that hold values that are not finite."""
     if groups.rows:
-        _count[(experts_, 2)](
+        _count[(groups.counts.shape[0], 2)](
             first.bad.view(torch.uint8),
             second.bad.view(torch.uint8),
             groups.starts,
             groups.counts,
-            counts,
+            bad,
             BLOCK=4096,
         )
-    return counts
 
 
 @triton.jit
@@ -230,4 +268,5 @@ def _count(first, second, starts, counts, found, BLOCK: tl.constexpr):
     for i in range(0, count, BLOCK):
         own = i + tl.arange(0, BLOCK)
         total += tl.load(flags + start + own, mask=own < count, other=0).to(tl.int32)
-    tl.store(found + tl.program_id(1) * tl.num_programs(0) + e, tl.sum(total, axis=0).to(tl.int64))
+    at = found + tl.program_id(1) * tl.num_programs(0) + e
+    tl.store(at, tl.load(at) + tl.sum(total, axis=0).to(tl.int64))

@@ -68,6 +68,11 @@ def tile(blocks: int) -> Tile:
     return Tile(max(1, 128 // padded), max(1, min(16, padded // 128)))
 
 
+def tile_of_few(blocks: int) -> Tile:
+    """For so few rows that a program a row leaves most of the device idle: one block for each thread."""
+    return Tile(1, max(1, min(16, triton.next_power_of_2(blocks) // 32)))
+
+
 def quantize_rows(
     x: torch.Tensor,
     spec: QuantizerSpec,
@@ -182,7 +187,8 @@ def permute_quantize(
     result = empty_operand(groups, width, packed=packed, decoded=decoded)
     if not tokens:
         return result
-    own, direct = tile(blocks), bad_counts is not None
+    direct = bad_counts is not None
+    own = tile_of_few(blocks) if direct else tile(blocks)
     token_scales = torch.empty(0 if direct else tokens, blocks, dtype=torch.uint8, device=device)
     token_outer, token_bad = result.outer_scales, result.bad.view(torch.uint8)
     if not direct:

@@ -26,8 +26,18 @@ from kernels.triton.block import (
 )
 from kernels.triton.codec import COMPILED, approximate_reciprocal, bf16_high, bf16_low, pack_bf16
 from kernels.triton.grouping import ExpertGroups
-from kernels.triton.quantize import BLOCK, GroupedOperand, count_bad, empty_operand, finish_tiles, tile
+from kernels.triton.matrix import ExpertMatrix
+from kernels.triton.quantize import (
+    BLOCK,
+    GroupedOperand,
+    count_bad,
+    empty_operand,
+    finish_tiles,
+    tile,
+    tile_of_few,
+)
 from kernels.triton.support import check_quantizer, words
+from kernels.triton.tiles import TILE, prefetch_expert
 
 _MINUS_LOG2_E = tl.constexpr(-1.4426950408889634)
 _LESS = tl.constexpr(1 - 2**-17)  # more than the relative error of silu where that is above 2^-119
@@ -70,14 +80,16 @@ def swiglu_quantize(
     decoded: bool,
     keep_act: bool,
     bad_counts: torch.Tensor | None = None,
+    prefetch: ExpertMatrix | None = None,
 ) -> tuple[GroupedOperand, torch.Tensor | None]:
     """FC1's output bfloat16 [R, 2F] in grouped order, gate then up -> FC2's quantised input, and the same before
     quantisation, bfloat16 [R, F] with padding rows of zeros, if `keep_act`.
 
     Rows of padding are not read; rows from starts[E] on are neither read nor written. bad_counts: int64 [E], to which
-    the number of each expert's rows that are not finite is added; padding is then not written either. The first call
-    on a device makes a table there, and cannot be part of a CUDA graph. Raises ValueError for specs other than
-    `minite`'s, for another shape or type, and when no form is asked for.
+    the number of each expert's rows that are not finite is added; padding is then not written either. prefetch, beside
+    bad_counts: FC2's weights, of which some of the chosen experts' are asked for. The first call on a device makes a
+    table there, and cannot be part of a CUDA graph. Raises ValueError for specs other than `minite`'s, for another
+    shape or type, and when no form is asked for.
     """
     check_quantizer(spec, (ScaleDomain.TOKEN,))
     if fc1.dim() != 2 or fc1.dtype is not torch.bfloat16 or fc1.shape[1] == 0 or fc1.shape[1] % (2 * BLOCK):
@@ -92,7 +104,7 @@ def swiglu_quantize(
     act = torch.empty(rows, width, dtype=torch.bfloat16, device=device) if keep_act else None
     if not rows:
         return result, act
-    own = tile(blocks)
+    own = tile(blocks) if bad_counts is None else tile_of_few(blocks)
     scales = torch.empty(rows if packed else 1, blocks, dtype=torch.uint8, device=device)
     _swiglu_quantize[(triton.cdiv(rows, own.rows),)](
         words(fc1),
@@ -107,12 +119,14 @@ def swiglu_quantize(
         groups.starts,
         groups.tile_expert,
         groups.starts if bad_counts is None else bad_counts,
+        groups.starts if prefetch is None else prefetch.words,
         rows,
         EXPERTS=groups.counts.shape[0],
         BLOCKS=blocks,
         PADDED=triton.next_power_of_2(blocks),
         ROWS=own.rows,
         ALIGN=0 if bad_counts is None else groups.align,
+        STRIPES=0 if prefetch is None else prefetch.shape[1] // TILE,
         PACKED=packed,
         DECODED=decoded,
         KEEP_ACT=keep_act,
@@ -170,12 +184,14 @@ def _swiglu_quantize(
     starts,
     tile_expert,
     bad_counts,
+    prefetched,
     rows,
     EXPERTS: tl.constexpr,
     BLOCKS: tl.constexpr,
     PADDED: tl.constexpr,
     ROWS: tl.constexpr,
     ALIGN: tl.constexpr,
+    STRIPES: tl.constexpr,
     PACKED: tl.constexpr,
     DECODED: tl.constexpr,
     KEEP_ACT: tl.constexpr,
@@ -193,6 +209,8 @@ def _swiglu_quantize(
     else:
         some = first < tl.load(starts + EXPERTS)
     if some:
+        if STRIPES > 0 and first % ALIGN == 0:
+            prefetch_expert(prefetched, tl.load(tile_expert + first // ALIGN), STRIPES, BLOCKS * 16)
         block = tl.arange(0, PADDED)
         exists = (block < BLOCKS)[None, :]
         at = row[:, None] * BLOCKS + block[None, :]

@@ -154,3 +154,24 @@ def _decode_tiles(words_ptr, scales_ptr, decoded_ptr, K: tl.constexpr):
     rows = tile // (K // 128) * 128 + tl.arange(0, 128)
     columns = tile % (K // 128) * 128 + tl.arange(0, 128)
     tl.store(decoded_ptr + rows[:, None] * K + columns[None, :], load_tile(words_ptr, scales_ptr, tile))
+
+
+@triton.jit
+def prefetch_expert(words_ptr, expert, STRIPES: tl.constexpr, WIDTH: tl.constexpr):
+    """Ask for the first words of an expert's stripes of 128 features: some of what the first programs of a product of
+    few rows wait for, while the memory has nothing else to do. Experts whose programs come later are left out.
+    """
+    FIRST: tl.constexpr = 48 * 1024 if WIDTH * 64 > 48 * 1024 else WIDTH * 64  # bytes of a stripe
+    if COMPILED:  # noqa: SIM102  # the other is known only when it runs
+        if expert * STRIPES < 528:  # programs that run at once: their first words fill half of an L2
+            stripe = tl.minimum(tl.arange(0, 32), STRIPES - 1)
+            at = words_ptr.to(tl.int64) + (expert.to(tl.int64) * STRIPES + stripe) * (WIDTH * 64)
+            size = tl.full((32,), FIRST, tl.int32)
+            tl.inline_asm_elementwise(
+                "cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0;",
+                "=r,l,r",
+                [at, size],
+                dtype=tl.int32,
+                is_pure=False,
+                pack=1,
+            )
