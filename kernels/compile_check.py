@@ -198,15 +198,15 @@ def _quantisers(target: int) -> Iterator[Compilation]:
         "scales": "*u8",
     }
     pointers |= {"outer": "*fp32", "bad": "*u8", "slot_of_row": "*i32", "starts": "*i32", "rows": rows}
-    pointers |= {"tile_expert": "*i32", "bad_counts": "*i64", "prefetched": "*i32"}
+    pointers |= {"tile_expert": "*i32", "bad_counts": "*i64"}
     constants = {"EXPERTS": EXPERTS, "BLOCKS": FFN // 16, "PADDED": 64, "ROWS": 2, "KEEP_ACT": False}
     constants |= {"PACKED": target >= 100, "DECODED": target < 100}
     aligns = {"SwiGLU and quantise": 0} | ({"SwiGLU and quantise, few": 16} if target < 100 else {})
     for name, align in aligns.items():
-        own = constants | {"ALIGN": align, "STRIPES": HIDDEN // 128 if align else 0}
+        own = constants | {"ALIGN": align}
         yield Compilation(name, target, swiglu._swiglu_quantize, pointers, own, strict, None, True)
     types = {"fc2": "*i32", "row_of_slot": "*i32", "coefficients": "*fp32", "output": "*i32"}
-    constants = {"WIDTH": HIDDEN // 2, "COLUMNS": 256, "TOP_K": TOP_K}
+    constants = {"WIDTH": HIDDEN // 2, "COLUMNS": 256, "TOP_K": TOP_K, "FEW": False}
     yield Compilation("combine", target, combine._combine, types, constants, strict, None, True)
 
 

@@ -24,6 +24,16 @@ ZERO_GROUP_BELOW = tl.constexpr(7.888609052210118e-31)  # 2^-100
 
 
 @triton.jit
+def wait_for_kernel_before():
+    """For kernels launched with `launch_pdl`, ahead of all else: they start while the kernel before them ends, and let
+    the next one start (programmatic dependent launch).
+    """
+    if COMPILED:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
 def permute_bytes(a, b, selector):
     """PTX `prmt`: byte i of the result is byte n of the eight bytes (a, b), n the low three bits of nibble i of
     `selector`, or eight copies of that byte's top bit where the nibble's fourth bit is set. uint32 all.

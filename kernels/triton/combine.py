@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from kernels.spec import ExecutionSpec
-from kernels.triton.codec import bf16_high, bf16_low, pack_bf16
+from kernels.triton.codec import bf16_high, bf16_low, pack_bf16, wait_for_kernel_before
 from kernels.triton.grouping import ExpertGroups
 from kernels.triton.support import check_layer, words
 
@@ -45,8 +45,10 @@ def combine(
         WIDTH=width,
         COLUMNS=columns,
         TOP_K=top_k,
+        FEW=tokens <= _FEW,
         num_warps=4,
         enable_fp_fusion=False,
+        launch_pdl=tokens <= _FEW,
     )
     return output
 
@@ -60,8 +62,11 @@ def _combine(
     WIDTH: tl.constexpr,
     COLUMNS: tl.constexpr,
     TOP_K: tl.constexpr,
+    FEW: tl.constexpr,
 ):
     """One token, some of its columns; fc2 [R, WIDTH] and output [T, WIDTH] are int32 words of BF16 pairs."""
+    if FEW:
+        wait_for_kernel_before()
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     mask = column < WIDTH

@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.triton.codec import wait_for_kernel_before
 from kernels.triton.grouped_gemm import as_stored, check_operand, to_bf16
 from kernels.triton.grouping import ExpertGroups
 from kernels.triton.matrix import ExpertMatrix
@@ -56,6 +57,7 @@ def decode_gemm(
         STAGES=tile.stages,
         num_warps=tile.warps,
         maxnreg=tile.registers,
+        launch_pdl=True,
     )
     return out
 
@@ -79,6 +81,7 @@ def decode_product(
     ROW_TILES: tl.constexpr = N // 128
     K_TILES: tl.constexpr = K // 128
     e = tl.program_id(0) // ROW_TILES
+    wait_for_kernel_before()
     count = tl.load(counts_ptr + e)
     if count > 0:
         first = tl.load(starts_ptr + e)
@@ -88,13 +91,11 @@ def decode_product(
         for m in range(0, count, BM):
             inside = m + tl.arange(0, BM) < count
             rows = (first + m + tl.arange(0, BM)).to(tl.int64)
+            # Without a mask: what stands behind the last row is not stored, and must only be there.
+            x_at = x_ptr + tl.where(inside, rows, first)[:, None] * K + tl.arange(0, 128)[None, :]
             acc = tl.zeros((128, BM), tl.float32)
             for k in tl.range(0, K_TILES, num_stages=STAGES):
-                x = tl.load(
-                    x_ptr + rows[:, None] * K + (k * 128 + tl.arange(0, 128))[None, :],
-                    mask=inside[:, None],
-                    other=0.0,
-                )
+                x = tl.load(x_at + k * 128)
                 acc = tl.dot(load_tile(words_ptr, scales_ptr, tile + k), x.T, acc)
             ga = tl.load(ga_ptr + rows, mask=inside, other=0.0)
             value = to_bf16(acc * (ga[None, :] * gb[:, None]))

@@ -12,8 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.triton.matrix import ExpertMatrix
-from kernels.triton.tiles import TILE, prefetch_expert
+from kernels.triton.codec import wait_for_kernel_before
 
 ALIGN = 128
 _CHUNK = 32  # slots that one program ranks against each other
@@ -58,11 +57,8 @@ def capacity(slots: int, num_experts: int, align: int = ALIGN) -> int:
     return min(-(-worst // align) * align, slots * align)
 
 
-def group(
-    topk_ids: torch.Tensor, num_experts: int, align: int = ALIGN, *, prefetch: ExpertMatrix | None = None
-) -> ExpertGroups:
-    """Group the slots of integer [T, k] by expert; T may be 0. prefetch: weights that a product of few rows reads next,
-    of which some of the chosen experts' are asked for, if the slots are few.
+def group(topk_ids: torch.Tensor, num_experts: int, align: int = ALIGN) -> ExpertGroups:
+    """Group the slots of integer [T, k] by expert; T may be 0.
 
     Ids are not checked, since that would wait for the device: a slot whose id is not in [0, num_experts) has no row.
     Raises ValueError for another shape or type, for `align` that is no power of two, and for 2^31 rows and more.
@@ -93,16 +89,14 @@ def group(
             groups.starts,
             groups.counts,
             groups.tile_expert,
-            groups.counts if prefetch is None else prefetch.words,
             slots,
             rows,
             E=num_experts,
             PADDED=triton.next_power_of_2(num_experts + 1),
             ALIGN=align,
             BLOCK=min(_READ, max(32, triton.next_power_of_2(slots))),
-            STRIPES=0 if prefetch is None else prefetch.shape[1] // TILE,
-            WIDTH=0 if prefetch is None else prefetch.shape[2],
             num_warps=4,
+            launch_pdl=True,
         )
         return groups
     ranks, before = ints(slots), torch.zeros(num_experts, chunks, dtype=torch.int32, device=device)
@@ -151,17 +145,15 @@ def _group_few(
     starts,
     counts,
     tile_expert,
-    prefetched,
     slots,
     rows,
     E: tl.constexpr,
     PADDED: tl.constexpr,
     ALIGN: tl.constexpr,
     BLOCK: tl.constexpr,
-    STRIPES: tl.constexpr,
-    WIDTH: tl.constexpr,
 ):
     """All of a grouping for one expert; each program counts every expert's slots, so that none waits for another."""
+    wait_for_kernel_before()
     expert = tl.program_id(0)
     bins = tl.arange(0, PADDED)  # bin E: ids and slots that do not exist
     total = tl.zeros((PADDED,), tl.int32)
@@ -173,8 +165,6 @@ def _group_few(
     start = tl.sum(tl.where(bins < expert, tiles, 0), axis=0) * ALIGN
     count = tl.sum(tl.where(bins == expert, total, 0), axis=0)
     end = start + (count + ALIGN - 1) // ALIGN * ALIGN
-    if STRIPES > 0 and count > 0:
-        prefetch_expert(prefetched, expert, STRIPES, WIDTH)
     tl.store(starts + expert, start)
     tl.store(counts + expert, count)
     done = start

@@ -168,7 +168,7 @@ def run_experts(
     of FC1's and FC2's inputs that are not finite are added.
     """
     few = w13.decodes and w2.decodes and tuning.few_rows(topk_ids.numel(), w13.shape[0])
-    groups = group(topk_ids, w13.shape[0], _ALIGN_FEW if few else ALIGN, prefetch=w13 if few else None)
+    groups = group(topk_ids, w13.shape[0], _ALIGN_FEW if few else ALIGN)
     steps = _few_steps if few else _steps
     return combine(steps(x, groups, w13, w2, bad)[2], groups, topk_weights, _SPEC)
 
@@ -225,7 +225,7 @@ def _few_steps(
     operand = permute_quantize(x, groups, quantizer, **form, bad_counts=bad[0])
     fc1 = x.new_empty((groups.rows, w13.shape[1]), dtype=torch.bfloat16)
     decode_gemm(operand, w13, groups, out=fc1)
-    inner, _ = swiglu_quantize(fc1, groups, quantizer, **form, keep_act=False, bad_counts=bad[1], prefetch=w2)
+    inner, _ = swiglu_quantize(fc1, groups, quantizer, **form, keep_act=False, bad_counts=bad[1])
     fc2 = x.new_empty((groups.rows, w2.shape[1]), dtype=torch.bfloat16)
     decode_gemm(inner, w2, groups, out=fc2)
     return fc1, None, fc2

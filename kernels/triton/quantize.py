@@ -28,6 +28,7 @@ from kernels.triton.block import (
     load_four,
     outer_scale,
 )
+from kernels.triton.codec import wait_for_kernel_before
 from kernels.triton.grouping import ExpertGroups
 from kernels.triton.support import check_quantizer, check_rows, words
 
@@ -218,6 +219,7 @@ def permute_quantize(
         ALIGN=groups.align if direct else 0,
         num_warps=own.warps,
         enable_fp_fusion=False,
+        launch_pdl=direct,
     )
     if not direct:
         finish_tiles(result, groups, token_scales, token_outer, token_bad, top_k)
@@ -302,6 +304,8 @@ def _quantize(
     of the rows. TOP_K = 0: a row's destination is its own number, else those in row_of_slot [rows, TOP_K], -1 for none.
     ALIGN > 0: g and flags go to the destinations too, which stand in tiles of ALIGN rows, and flags are counted.
     """
+    if ALIGN > 0:
+        wait_for_kernel_before()
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     block = tl.arange(0, PADDED)
     own = row < rows

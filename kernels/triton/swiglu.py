@@ -24,9 +24,15 @@ from kernels.triton.block import (
     load_four,
     outer_scale,
 )
-from kernels.triton.codec import COMPILED, approximate_reciprocal, bf16_high, bf16_low, pack_bf16
+from kernels.triton.codec import (
+    COMPILED,
+    approximate_reciprocal,
+    bf16_high,
+    bf16_low,
+    pack_bf16,
+    wait_for_kernel_before,
+)
 from kernels.triton.grouping import ExpertGroups
-from kernels.triton.matrix import ExpertMatrix
 from kernels.triton.quantize import (
     BLOCK,
     GroupedOperand,
@@ -37,7 +43,6 @@ from kernels.triton.quantize import (
     tile_of_few,
 )
 from kernels.triton.support import check_quantizer, words
-from kernels.triton.tiles import TILE, prefetch_expert
 
 _MINUS_LOG2_E = tl.constexpr(-1.4426950408889634)
 _LESS = tl.constexpr(1 - 2**-17)  # more than the relative error of silu where that is above 2^-119
@@ -80,16 +85,14 @@ def swiglu_quantize(
     decoded: bool,
     keep_act: bool,
     bad_counts: torch.Tensor | None = None,
-    prefetch: ExpertMatrix | None = None,
 ) -> tuple[GroupedOperand, torch.Tensor | None]:
     """FC1's output bfloat16 [R, 2F] in grouped order, gate then up -> FC2's quantised input, and the same before
     quantisation, bfloat16 [R, F] with padding rows of zeros, if `keep_act`.
 
     Rows of padding are not read; rows from starts[E] on are neither read nor written. bad_counts: int64 [E], to which
-    the number of each expert's rows that are not finite is added; padding is then not written either. prefetch, beside
-    bad_counts: FC2's weights, of which some of the chosen experts' are asked for. The first call on a device makes a
-    table there, and cannot be part of a CUDA graph. Raises ValueError for specs other than `minite`'s, for another
-    shape or type, and when no form is asked for.
+    the number of each expert's rows that are not finite is added; padding is then not written either. The first call
+    on a device makes a table there, and cannot be part of a CUDA graph. Raises ValueError for specs other than
+    `minite`'s, for another shape or type, and when no form is asked for.
     """
     check_quantizer(spec, (ScaleDomain.TOKEN,))
     if fc1.dim() != 2 or fc1.dtype is not torch.bfloat16 or fc1.shape[1] == 0 or fc1.shape[1] % (2 * BLOCK):
@@ -119,19 +122,18 @@ def swiglu_quantize(
         groups.starts,
         groups.tile_expert,
         groups.starts if bad_counts is None else bad_counts,
-        groups.starts if prefetch is None else prefetch.words,
         rows,
         EXPERTS=groups.counts.shape[0],
         BLOCKS=blocks,
         PADDED=triton.next_power_of_2(blocks),
         ROWS=own.rows,
         ALIGN=0 if bad_counts is None else groups.align,
-        STRIPES=0 if prefetch is None else prefetch.shape[1] // TILE,
         PACKED=packed,
         DECODED=decoded,
         KEEP_ACT=keep_act,
         num_warps=own.warps,
         enable_fp_fusion=False,
+        launch_pdl=bad_counts is not None,
     )
     if packed:
         finish_tiles(result, groups, scales, result.outer_scales, result.bad.view(torch.uint8), top_k=0)
@@ -184,14 +186,12 @@ def _swiglu_quantize(
     starts,
     tile_expert,
     bad_counts,
-    prefetched,
     rows,
     EXPERTS: tl.constexpr,
     BLOCKS: tl.constexpr,
     PADDED: tl.constexpr,
     ROWS: tl.constexpr,
     ALIGN: tl.constexpr,
-    STRIPES: tl.constexpr,
     PACKED: tl.constexpr,
     DECODED: tl.constexpr,
     KEEP_ACT: tl.constexpr,
@@ -199,6 +199,8 @@ def _swiglu_quantize(
     """fc1 int32 words [rows, 2 * 8 BLOCKS]; codes, decoded and act int32 words; scales [rows, BLOCKS].
     ALIGN > 0: padding is left alone, and rows that are not finite are counted for the experts of tiles of ALIGN rows.
     """
+    if ALIGN > 0:
+        wait_for_kernel_before()
     first = tl.program_id(0) * ROWS
     row = (first + tl.arange(0, ROWS)).to(tl.int64)
     inside = row < rows
@@ -209,8 +211,6 @@ def _swiglu_quantize(
     else:
         some = first < tl.load(starts + EXPERTS)
     if some:
-        if STRIPES > 0 and first % ALIGN == 0:
-            prefetch_expert(prefetched, tl.load(tile_expert + first // ALIGN), STRIPES, BLOCKS * 16)
         block = tl.arange(0, PADDED)
         exists = (block < BLOCKS)[None, :]
         at = row[:, None] * BLOCKS + block[None, :]

@@ -81,9 +81,9 @@ _DECODE = tl.constexpr("""
 {
     .reg .b32 sel, lo, hi, s, t, v;
     and.b32 sel, $8, 0x77777777;
-    prmt.b32 lo, 0x3E3C3800, 0x46444240, sel;
+    prmt.b32 lo, $11, 0x46444240, sel;
     shr.u32 sel, sel, 16;
-    prmt.b32 hi, 0x3E3C3800, 0x46444240, sel;
+    prmt.b32 hi, $11, 0x46444240, sel;
     lop3.b32 lo, $8, 0x80808080, lo, 0xEA;
     shl.b32 t, $8, 4;
     lop3.b32 hi, t, 0x80808080, hi, 0xEA;
@@ -103,7 +103,16 @@ _DECODE = tl.constexpr("""
     mov.b32 {$6, $7}, v;
 }
 """)
-_CONSTRAINTS = tl.constexpr("=h,=h,=h,=h,=h,=h,=h,=h,r,h,h")
+_CONSTRAINTS = tl.constexpr("=h,=h,=h,=h,=h,=h,=h,=h,r,h,h,r")
+# 0x3E3C3800, in a way that the assembler does not see through: it would move a constant into a register at every use.
+_LOW_MAGNITUDES = tl.constexpr("""
+{
+    .reg .b32 zero;
+    mov.u32 zero, %laneid;
+    shr.u32 zero, zero, 5;
+    add.u32 $0, zero, 0x3E3C3800; // for $1
+}
+""")
 
 
 @triton.jit
@@ -120,8 +129,10 @@ def _element(words, scales, i: tl.constexpr):
 def decoded_tile(words, upper, lower):
     """int32 words [2, 2, 4, 8, 4, 4] and the scales of their two rows -> float16 [128, 128], code times block scale."""
     if COMPILED:
+        none = tl.zeros((2, 2, 4, 8, 4, 4), tl.int32)
+        low = tl.inline_asm_elementwise(_LOW_MAGNITUDES, "=r,r", [none], tl.int32, is_pure=True, pack=1)
         v0, v1, v2, v3, v4, v5, v6, v7 = tl.inline_asm_elementwise(
-            _DECODE, _CONSTRAINTS, [words, upper, lower], dtype=(tl.float16,) * 8, is_pure=True, pack=1
+            _DECODE, _CONSTRAINTS, [words, upper, lower, low], dtype=(tl.float16,) * 8, is_pure=True, pack=1
         )
     else:
         v0, v1 = _element(words, upper, 0), _element(words, upper, 1)
@@ -154,24 +165,3 @@ def _decode_tiles(words_ptr, scales_ptr, decoded_ptr, K: tl.constexpr):
     rows = tile // (K // 128) * 128 + tl.arange(0, 128)
     columns = tile % (K // 128) * 128 + tl.arange(0, 128)
     tl.store(decoded_ptr + rows[:, None] * K + columns[None, :], load_tile(words_ptr, scales_ptr, tile))
-
-
-@triton.jit
-def prefetch_expert(words_ptr, expert, STRIPES: tl.constexpr, WIDTH: tl.constexpr):
-    """Ask for the first words of an expert's stripes of 128 features: some of what the first programs of a product of
-    few rows wait for, while the memory has nothing else to do. Experts whose programs come later are left out.
-    """
-    FIRST: tl.constexpr = 48 * 1024 if WIDTH * 64 > 48 * 1024 else WIDTH * 64  # bytes of a stripe
-    if COMPILED:  # noqa: SIM102  # the other is known only when it runs
-        if expert * STRIPES < 528:  # programs that run at once: their first words fill half of an L2
-            stripe = tl.minimum(tl.arange(0, 32), STRIPES - 1)
-            at = words_ptr.to(tl.int64) + (expert.to(tl.int64) * STRIPES + stripe) * (WIDTH * 64)
-            size = tl.full((32,), FIRST, tl.int32)
-            tl.inline_asm_elementwise(
-                "cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0;",
-                "=r,l,r",
-                [at, size],
-                dtype=tl.int32,
-                is_pure=False,
-                pack=1,
-            )
