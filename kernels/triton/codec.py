@@ -25,12 +25,13 @@ ZERO_GROUP_BELOW = tl.constexpr(7.888609052210118e-31)  # 2^-100
 
 @triton.jit
 def wait_for_kernel_before():
-    """For kernels launched with `launch_pdl`, ahead of all else: they start while the kernel before them ends, and let
-    the next one start (programmatic dependent launch).
+    """For kernels launched with `launch_pdl`, which start while the kernel before them ends (programmatic dependent
+    launch): ahead of the first use of what that one makes. Then lets the next kernel start, so that whatever is two
+    kernels back is complete from the beginning.
     """
     if COMPILED:
-        tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit

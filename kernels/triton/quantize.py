@@ -170,7 +170,8 @@ def permute_quantize(
     """[T, K], bfloat16 or float32 -> the quantised rows of every slot in grouped order, in the forms asked for.
 
     Does not wait for the device: rows that are not finite are marked in `bad`. bad_counts: int64 [E], to which the
-    number of each expert's rows that are not finite is added; padding is then left as it is, and all is one launch.
+    number of each expert's rows that are not finite is added; padding is then left as it is, and all is one launch,
+    whose work on x overlaps the kernel before it: x must be older than that, as it is where `groups` were made last.
     Raises ValueError for specs other than `minite`'s, for another shape or type, for groups of another number of
     tokens, when no form is asked for, and for packed codes with bad_counts.
     """
@@ -302,10 +303,9 @@ def _quantize(
 ):
     """x int32 words [rows, K/2 or K] -> codes int32 and decoded int32 (f16 pairs) at their destinations, scales and g
     of the rows. TOP_K = 0: a row's destination is its own number, else those in row_of_slot [rows, TOP_K], -1 for none.
-    ALIGN > 0: g and flags go to the destinations too, which stand in tiles of ALIGN rows, and flags are counted.
+    ALIGN > 0: g and flags go to the destinations too, which stand in tiles of ALIGN rows, and flags are counted; the
+    kernel before this one makes row_of_slot.
     """
-    if ALIGN > 0:
-        wait_for_kernel_before()
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     block = tl.arange(0, PADDED)
     own = row < rows
@@ -350,6 +350,8 @@ def _quantize(
     word = tl.arange(0, PADDED * 8)
     if DECODED:
         f16_words = decoded_words(c0, c1, scale, ROWS, PADDED)
+    if ALIGN > 0:
+        wait_for_kernel_before()
     for slot in tl.static_range(max(TOP_K, 1)):
         if TOP_K == 0:
             target = row
