@@ -106,6 +106,10 @@ class LearnerActor(Actor):
         assert isinstance(self.outlet, GroupOutlet)
         self.outlet.join()
 
+    def sever(self) -> None:
+        """Close this end of the transport: whoever waits for something from it hears of that at once."""
+        self.outlet.close()
+
     def kept_root(self) -> str | None:
         return self.sender.kept_root
 
@@ -182,10 +186,12 @@ class SamplerActor(Actor):
         super().__init__()
         from rl.sync.links import open_inlet
         from rl.sync.receiver import Receiver
+        from rl.sync.rest import Rest
         from sampler.engine import Sampler
 
         self.sampler = Sampler(model_dir, precision_map, config)
         self.receiver = Receiver(self.sampler.weights)
+        self.rest = Rest(self.sampler, self.receiver, keep=config.sleep == "keep")
         self.device = next(iter(self.sampler.weights.tensors().values())).device
         self.inlet = open_inlet(transport, self.device)
 
@@ -196,6 +202,15 @@ class SamplerActor(Actor):
         self, prompts: list[list[int]], seeds: list[list[int]], sampling: SamplingConfig
     ) -> list[list[Completion]]:
         return self.sampler.generate(prompts, seeds, sampling)
+
+    def sleep(self) -> None:
+        self.rest.sleep()
+
+    def wake_weights(self) -> None:
+        self.rest.wake_weights()
+
+    def wake_cache(self) -> None:
+        self.rest.wake_cache()
 
     def join_link(self, host: str, port: int, rank: int, size: int, timeout_s: float) -> None:
         from rl.sync.process_group import GroupInlet

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from textwrap import shorten
@@ -125,6 +125,18 @@ class _Later:
         if method.startswith("__"):
             raise AttributeError(method)
         return getattr(self._handle, method).remote
+
+
+def as_done(calls: Mapping[int, Any]) -> Iterator[tuple[int, Any]]:
+    """The entries of `calls`, number -> reference, each as soon as its call is over: with a result, an error, or a
+    death, which Ray notices by itself.
+    """
+    import ray
+
+    pending = {reference: number for number, reference in calls.items()}
+    while pending:
+        [done], _ = ray.wait(list(pending), num_returns=1)
+        yield pending.pop(done), done
 
 
 def wait(reference: Any) -> Any:

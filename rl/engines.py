@@ -84,7 +84,9 @@ def start_engines(plan: Plan, folder: RunFolder, view: RunView) -> Engines:
     weight_sync = start_actor(
         WeightSyncActor, "weight_sync", 1, sync_log, learner, samplers, plan.sampler_map, config.sync
     )
-    fleet = Fleet(samplers, weight_sync, partial(_start_sampler, plan, model, folder), config.sync.restarts)
+    start = partial(_start_sampler, plan, model, folder)
+    sleeps = config.sampler.sleep != "off"
+    fleet = Fleet(samplers, weight_sync, start, config.sync.restarts, sleeps)
     reference = critic = None
     if config.algorithm.needs_reference:
         reference = _start_learner(plan, model, plan.learner_map, folder, "reference")

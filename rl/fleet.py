@@ -16,19 +16,39 @@ class Fleet:
     """samplers: one weight version in all of them, whenever anybody asks them for something.
 
     weight_sync: the actor. start: makes the sampler of a number (and returns before it is ready). restarts: how many
-    deaths a run may see.
+    deaths a run may see. sleeps: whether `rest` does anything.
     """
 
     def __init__(
-        self, samplers: list[Remote], weight_sync: Remote, start: Callable[[int], Remote], restarts: int
+        self,
+        samplers: list[Remote],
+        weight_sync: Remote,
+        start: Callable[[int], Remote],
+        restarts: int,
+        sleeps: bool = False,
     ) -> None:
         self.samplers = samplers
         self._weight_sync, self._start = weight_sync, start
         self._restarts_left = self._restarts = restarts
+        self._sleeps, self._asleep = sleeps, False
+
+    def rest(self) -> None:
+        """Until the next sync nobody asks the samplers for anything: they may give their memory to the learner."""
+        if self._sleeps and not self._asleep:
+            self._asleep = True
+            self._each("sleep")
 
     def sync(self, version: int) -> dict[str, Any]:
-        """Bring every sampler to the learner's weights, as `version`; the metrics. See `rl.sync.weight_sync`."""
+        """Bring every sampler to the learner's weights, as `version`; the metrics. See `rl.sync.weight_sync`.
+
+        Samplers that rest are woken, the weights before the sync, the cache when it is over.
+        """
+        if self._asleep:
+            self._each("wake_weights")
         metrics: dict[str, Any] = self._weight_sync.sync(version)
+        if self._asleep:
+            self._asleep = False
+            self._each("wake_cache", without=self._weight_sync.lost())
         for index in self._weight_sync.lost():
             self._replace(index, ActorDied(f"sampler {index} died during the sync of version {version}"))
         return metrics
@@ -59,6 +79,19 @@ class Fleet:
     def memory_mib(self) -> float:
         """Of the weight sync's process."""
         return float(self._weight_sync.memory_mib())
+
+    def _each(self, method: str, without: Sequence[int] = ()) -> None:
+        """Of all samplers at once. One that has died is found and replaced when it is next needed."""
+        calls = [
+            getattr(sampler.later, method)()
+            for index, sampler in enumerate(self.samplers)
+            if index not in without
+        ]
+        for call in calls:
+            try:
+                wait(call)
+            except ActorDied as died:
+                log.warning("%s: %s", method, died)
 
     def _answer(self, index: int, call: Any, share: tuple[Any, ...]) -> Any:
         while True:

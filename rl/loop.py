@@ -92,6 +92,7 @@ def iterate(job: Job, pipeline: Pipeline, progress: Progress, stages: Stages) ->
     groups = drawn.groups
     metrics = drawn.metrics | staleness(groups, progress.version, algorithm.max_staleness)
     sequences = to_sequences(groups)
+    job.engines.weight_sync.rest()
     with stages("score"):
         scores, reference_logp, values = score(job, sequences)
     mask = sequences.loss_mask

@@ -75,6 +75,11 @@ def _model_problems(config: Config, model: Architecture) -> Iterator[str]:
             f"learner.micro_batch_tokens={config.learner.micro_batch_tokens} is less than"
             f" sampler.max_model_len={config.sampler.max_model_len}: the longest sequence must fit"
         )
+    if config.sampler.sleep != "off" and config.algorithm.pipeline != "serial":
+        yield (
+            f"sampler.sleep={config.sampler.sleep}: the samplers are at work while the learner is, with"
+            f" algorithm.pipeline={config.algorithm.pipeline}"
+        )
     if config.sync.transport == "cuda_ipc" and not torch.cuda.is_available():
         yield "sync.transport=cuda_ipc: needs a GPU that learner and samplers share, and there is none"
     if config.learner.dtype != config.sampler.dtype and not config.spec.allow_difference:

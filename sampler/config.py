@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from kernels.checks import checker
 
 DTYPES = ("float32", "bfloat16")
+SLEEPS = ("off", "keep", "discard")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +24,9 @@ class SamplerConfig:
     max_num_batched_tokens: int = 4096  # tokens of one forward pass; prompts are not cut
     kv_cache_gib: float = 1.0
     prefix_caching: bool = True  # within one call; nothing cached outlives it
+    # While the learner works: stay awake (off), or free the cache and the weights, which wait in the host's memory (keep)
+    # or are sent anew (discard).
+    sleep: str = "off"
     threads: int = 0  # intra-operation threads of torch; 0 leaves torch's own choice
     seed: int = 0  # of the engine's global generators; every response has a seed of its own
 
@@ -37,6 +41,7 @@ class SamplerConfig:
             f"must be at least max_num_seqs={self.max_num_seqs} and max_model_len={self.max_model_len}",
         )
         check("kv_cache_gib", lambda v: 0 < v < math.inf, "must be positive and finite")
+        check("sleep", lambda v: v in SLEEPS, f"must be one of {', '.join(SLEEPS)}")
         check("threads", lambda v: v >= 0, "must not be negative")
         check("seed", lambda v: 0 <= v < 2**32, "must lie in [0, 2**32)")
 

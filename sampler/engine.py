@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
 from kernels.guard import check_guards
 from kernels.precision_map import PrecisionMap
@@ -60,6 +61,8 @@ class Sampler:
         check_model(Path(model_dir), precision_map, config)
         self.config = config
         self.precision_map = precision_map
+        self._frees = torch.cuda.is_available()  # vLLM's CPU build has no sleep
+        self._sleeping = False
         with vllm_environment(config):
             from vllm import LLM
 
@@ -89,6 +92,7 @@ class Sampler:
                 block_size=BLOCK_SIZE,
                 enable_chunked_prefill=False,  # on CPUs, vLLM cannot cut the prompt of a request with a seed
                 enforce_eager=True,
+                enable_sleep_mode=config.sleep != "off" and self._frees,
                 logprobs_mode="processed_logprobs",
                 seed=config.seed,
             )
@@ -181,6 +185,26 @@ class Sampler:
             for output, sequence, length in zip(outputs, sequences, prompt_lengths, strict=True)
         ]
 
+    def sleep(self, keep: bool) -> None:
+        """Free the cache and the weights; with `keep` the latter wait in the host's memory, else they are lost.
+
+        On a CPU nothing is freed. In which order this and the next two may be called: `rl.sync.rest`.
+        """
+        self._sleeping = True
+        if self._frees:
+            self._llm.sleep(level=1 if keep else 2)
+
+    def wake_weights(self) -> None:
+        """Their memory is there again, at the same addresses; what it holds, after `sleep(keep=False)`, is not said."""
+        if self._frees:
+            self._llm.wake_up(tags=["weights"])
+
+    def wake_cache(self) -> None:
+        """From now on it generates again, as far as the weights allow it."""
+        if self._frees:
+            self._llm.wake_up(tags=["kv_cache"])
+        self._sleeping = False
+
     @property
     def version(self) -> int:
         return self.weights.version
@@ -197,6 +221,8 @@ class Sampler:
     def _run(self, prompts: Sequence[Sequence[int]], params: list[Any]) -> list[RequestOutput]:
         if self.weights.closed is not None:
             raise RuntimeError(f"nothing is generated: {self.weights.closed}")
+        if self._sleeping:
+            raise RuntimeError("nothing is generated: the cache is asleep")
         # Cached keys and values belong to former weights, or make a call depend on the calls before it.
         self._llm.reset_prefix_cache()
         requests = [{"prompt_token_ids": list(prompt)} for prompt in prompts]

@@ -115,8 +115,17 @@ class ExpertMethod(FusedMoEMethodBase):
             layer.register_parameter(part.replace(".", "_"), nn.Parameter(tensor, requires_grad=False))
 
     def weights_changed(self) -> None:
-        """To be called after writing into `weights`."""
-        self._prepared = None
+        """To be called after writing into `weights`: derives anew, into the same memory, so that whoever has its
+        addresses (a CUDA graph) computes with the new weights.
+        """
+        if self._prepared is None:
+            return
+        assert self.weights is not None
+        fresh = self._kernels().prepare(self.weights, self.spec).derived()
+        held = self._prepared.derived()
+        assert held.keys() == fresh.keys()
+        for part, tensor in held.items():
+            tensor.copy_(fresh[part])
 
     def prepared(self) -> Any:
         """What `apply` computes with, in the back end's form: made from `weights` when it is first asked for."""

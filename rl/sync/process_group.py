@@ -1,7 +1,12 @@
 """Payloads through a torch.distributed process group of sender (rank 0) and receivers: gloo on CPUs, NCCL on GPUs.
 
 The group is made by itself, beside the default groups that Megatron and vLLM have in these processes. All receivers are
-served by a broadcast, some of them point to point. It lives until one of its members dies: then a new one is made.
+served by a broadcast, some of them point to point. It lives until a transfer fails or one of its members dies: then a
+new one is made.
+
+Over gloo a receiver whose transfer fails closes its end, and so does the sender when a receiver has died. Whoever still
+waits is connected to an end that closes, by way of others perhaps, and does not wait for the timeout. (NCCL has no such
+rule: there the timeout is what ends the wait.)
 """
 
 from __future__ import annotations
@@ -59,6 +64,8 @@ class GroupOutlet:
         self._targets = [1 + self._members.index(receiver) for receiver in receivers]
 
     def ship(self, chunk: Chunk) -> Parcel:
+        if self._group is None:
+            raise ConnectionError("the process group of the weight sync is closed")
         self._under_way = [(work, sent) for work, sent in self._under_way if not work.is_completed()]
         payload = chunk.payload.to(self._device)
         broadcast = len(self._targets) == len(self._members)
@@ -90,18 +97,32 @@ class GroupInlet:
         self._device = device
 
     def fetch(self, parcel: Parcel) -> Chunk:
+        """Raises ConnectionError when the payload does not come; the group is of no use then, and is closed."""
         nbytes, broadcast = parcel.content
         payload = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-        if nbytes:
-            group = self._group
-            work = group.broadcast([payload], _from_sender()) if broadcast else group.recv([payload], 0, 0)
-            work.wait()
-            if payload.is_cuda:
-                torch.cuda.current_stream(payload.device).synchronize()
+        failure = self._take(payload, broadcast) if nbytes else None
+        if failure is not None:
+            self.close()
+            raise ConnectionError(f"chunk {parcel.header.number} did not come: {failure}")
         return Chunk(parcel.header, payload)
 
     def close(self) -> None:
         self._group = None
+
+    def _take(self, payload: torch.Tensor, broadcast: bool) -> str | None:
+        """What went wrong, in words: an exception would keep the group alive, and with it its connections."""
+        if self._group is None:
+            return "the process group of the weight sync is closed"
+        try:
+            if broadcast:
+                self._group.broadcast([payload], _from_sender()).wait()
+            else:
+                self._group.recv([payload], 0, 0).wait()
+        except RuntimeError as error:
+            return str(error)
+        if payload.is_cuda:
+            torch.cuda.current_stream(payload.device).synchronize()
+        return None
 
 
 def _from_sender() -> Any:

@@ -11,6 +11,8 @@
 
 A receiver generates in IDLE only, so that nothing half-new, and nothing that was not attested, is ever served. TORN (an
 installation that failed, or was rejected) serves nothing either; a sync of whole tensors brings it back, and only that.
+ASLEEP (its memory is the learner's for a while, see `rl.sync.rest`) leads back to where it was, or to TORN without the
+weights; no sync begins in it.
 
 Every message names the sync's `session`; two syncs cannot mix. A chunk carries its number, the pieces in its payload
 with a digest of each (`kernels.digest.fast_digest`: against accidents, not adversaries) and a checksum over all that.
@@ -52,6 +54,7 @@ class State(StrEnum):
     OPEN = "open"
     INSTALLED = "installed"
     TORN = "torn"
+    ASLEEP = "asleep"
 
 
 @dataclass(frozen=True)

@@ -76,16 +76,41 @@ class Receiver:
         self.state = State.IDLE
         self._root: str | None = None
         self._update: _Update | None = None
+        self._awakes_to: tuple[State, str | None] = (State.IDLE, None)
         self._manifest = manifest_of(holder.tensors())
 
     def held(self) -> Held:
         return Held(self.holder.version, self._root if self.state is State.IDLE else None)
+
+    def sleep(self, keep: bool) -> None:
+        """The live tensors are about to leave the device; they come back, or are lost unless `keep`."""
+        self.require_no_sync("sleep")
+        if self.state is State.ASLEEP:
+            raise ProtocolError("sleep came a second time")
+        self._awakes_to = (self.state, self.holder.closed)
+        if not keep:
+            self._tear(f"weights version {self.holder.version} were discarded in sleep")
+            self._awakes_to = (self.state, self.holder.closed)
+        self.state, self.holder.closed = State.ASLEEP, "the sampler is asleep"
+
+    def wake(self) -> None:
+        """The live tensors are back on the device, in the same memory."""
+        if self.state is not State.ASLEEP:
+            raise ProtocolError(f"wake came to a receiver that is {self.state}")
+        self.state, self.holder.closed = self._awakes_to
+
+    def require_no_sync(self, message: str) -> None:
+        if self._update is not None:
+            version = self._update.said.version
+            raise ProtocolError(f"{message} came while the sync of version {version} is open ({self.state})")
 
     def begin(self, said: Announcement) -> None:
         what = f"weights version {said.version}"
         if self._update is not None:
             version = self._update.said.version
             raise ProtocolError(f"{what}: the sync of version {version} is still open ({self.state})")
+        if self.state is State.ASLEEP:
+            raise ProtocolError(f"{what}: the sampler is asleep, its weights must be woken first")
         if said.version <= self.holder.version:
             raise RefusedError(f"{what} is not newer than {self.holder.version}, which is held")
         own = self.holder.precision_map.fingerprint

@@ -10,7 +10,7 @@ from typing import Any
 
 from kernels.precision_map import PrecisionMap
 from kernels.report import EngineReport
-from rl.cluster import ActorDied, Remote, wait
+from rl.cluster import ActorDied, Remote, as_done, wait
 from rl.config import SyncConfig
 from rl.sync.protocol import Announcement, attest
 from rl.sync.receiver import Installed
@@ -123,6 +123,7 @@ class WeightSync:
                 attest(sent.digests, found.digests, f"sampler {index}", said.version)
         except BaseException:
             self._abort(indices)
+            self._linked = None  # what was under way in the group, if there is one, may still come
             raise
         self._commit(said.session, indices)
         return _metrics(said, sent, list(installed.values()), sending)
@@ -151,14 +152,16 @@ class WeightSync:
         members = list(self._samplers)
         if self.config.transport != "process_group" or self._linked == members:
             return
+        self._all(members, "held")  # all are free: the timeout need not cover what they were at
         host, timeout = self.config.host, self.config.timeout_s
         port = self.learner.open_link(members, host, timeout)
         joined = {
             index: sampler.later.join_link(host, port, rank, len(members) + 1, timeout)
             for rank, (index, sampler) in enumerate(self._samplers.items(), start=1)
         }
-        self.learner.join_link()
+        met = self.learner.later.join_link()
         self._wait(joined)
+        wait(met)
         self._linked = members
 
     def _all(self, indices: list[int], method: str, *args: Any) -> dict[int, Any]:
@@ -171,16 +174,27 @@ class WeightSync:
         """The results; all calls are over. A death comes before an error: it may be the cause of the others' errors."""
         results: dict[int, Any] = {}
         errors: list[Exception] = []
-        for index, call in calls.items():
+        for index, call in as_done(calls):
             try:
                 results[index] = wait(call)
             except ActorDied as died:
                 errors.insert(0, SamplerLost(index, str(died)) if self._is_gone(index) else died)
+                self._sever()
             except Exception as error:
                 errors.append(error)
         if errors:
             raise errors[0]
         return results
+
+    def _sever(self) -> None:
+        """A member of the group has died: the others must not wait for what it was to pass on."""
+        if self._linked is None:
+            return
+        self._linked = None
+        try:
+            self.learner.sever()
+        except ActorDied:
+            pass  # then its end is closed already
 
     def _is_gone(self, index: int) -> bool:
         """Whether it is this sampler that died, and not the learner, whose parcel it was to take."""

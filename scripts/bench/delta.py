@@ -1,12 +1,13 @@
 """What AdamW changes in packed experts, and what the delta codec makes of it.
 
-    python scripts/bench/delta.py [--steps 1 10 100] [--lr 1e-6] [group.key=value ...]
+    python scripts/bench/delta.py data=gsm8k data.path=FILE [group.key=value ...] [--steps 1 10 100] [--lr 1e-6]
 
 Takes recipe smollm2's model (SmolLM2-135M-Instruct, every FFN upcycled to experts) with FP32 masters, and does AdamW
-steps of the language-model loss on the recipe's prompts in the real learner. Printed, for each number of steps since
-the base: the share of bytes that changed, of BF16 operands, codes, block scales and outer scales; the bytes of the
-encoding as a share of the packed tensors; and the rates of encoding and decoding, in bytes of packed tensors a second.
-Whatever is decoded is compared with the new tensors.
+steps of the language-model loss on the prompts of the data in the real learner, whose forward and backward passes run
+under spec `bf16` (under `minite` every step would quantise all experts, most of an hour on two cores); what is exported
+is packed under `--spec`. Printed, for each number of steps since the base: the share of bytes that changed, of BF16
+operands, codes, block scales and outer scales; the bytes of the encoding as a share of the packed tensors; and the rates
+of encoding and decoding, in bytes of packed tensors a second. Whatever is decoded is compared with the new tensors.
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ from pathlib import Path
 
 import torch
 
+from kernels.catalogue import named_spec
 from kernels.digest import byte_view
 from kernels.experts import split_wire_name
+from kernels.precision_map import PrecisionMap
 from learner.policy import Policy
 from rl.compose import load_config
 from rl.models import initial_model, model_architecture
@@ -37,36 +40,43 @@ def main() -> None:
     )
     parser.add_argument("--steps", type=int, nargs="+", default=[1, 10, 100])
     parser.add_argument("--lr", type=float, default=1e-6)
+    parser.add_argument("--spec", default="minite", help="under which the experts are packed")
     parser.add_argument("overrides", nargs="*")
     arguments = parser.parse_args()
-    config = load_config(["+recipe=smollm2", *arguments.overrides])
+    config = load_config(["+recipe=smollm2", "spec=bf16", *arguments.overrides])
     source = problem_source(config.data, config.run.seed)
     cache = Path(config.run.cache_dir)
     model = initial_model(config.model, own_tokenizer(source, cache), config.run.seed, cache)
-    precision_map, _ = resolve_maps(config.spec, model_architecture(model).layers)
+    layers = model_architecture(model).layers
+    precision_map, _ = resolve_maps(config.spec, layers)
+    packed = PrecisionMap.resolve(layers, named_spec(arguments.spec))
     task = Task(config, source, model)
     policy = Policy(model, precision_map, config.learner, config.run.seed)
-    base, operands = experts(policy.export()), experts(policy.export_operands())
+    base, operands = experts(policy.export(packed)), experts(policy.export_operands(packed))
     size = sum(map(nbytes, base.values()))
     print(
-        f"{model.name}, spec {config.spec.name}, lr {arguments.lr}: {len(base)} tensors of {size / 2**20:.1f} MiB"
+        f"{model.name}, packed under {arguments.spec}, lr {arguments.lr}, {ROWS * WIDTH} tokens a step:"
+        f" {len(base)} tensors of {size / 2**20:.1f} MiB",
+        flush=True,
     )
     print(
         f"{'steps':>6s} {'bf16':>9s} {'codes':>9s} {'block':>9s} {'outer':>9s} {'encoded':>9s} {'encode':>11s}",
         end="",
     )
-    print(f" {'decode':>11s} {'loss':>8s}")
-    loss = float("nan")
+    print(f" {'decode':>11s} {'loss':>8s} {'s/step':>7s}", flush=True)
+    loss, spent = float("nan"), 0.0
     for step in range(1, max(arguments.steps) + 1):
+        started = time.perf_counter()
         loss = policy.supervised_step(*batch(task, step), lr=arguments.lr)
+        spent += time.perf_counter() - started
         if step in arguments.steps:
-            new = experts(policy.export())
-            shares = changed(operands, experts(policy.export_operands())) | changed(base, new)
+            new = experts(policy.export(packed))
+            shares = changed(operands, experts(policy.export_operands(packed))) | changed(base, new)
             print(
                 f"{step:6d} {shares['weight']:9.4%} {shares['codes']:9.4%} {shares['block_scales']:9.4%}",
                 end="",
             )
-            print(f" {shares['outer_scales']:9.4%} {cost(base, new, size)} {loss:8.4f}", flush=True)
+            print(f" {shares['outer_scales']:9.4%} {cost(base, new, size)} {loss:8.4f} {spent / step:7.1f}", flush=True)
 
 
 def batch(task: Task, step: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

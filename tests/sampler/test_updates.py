@@ -86,6 +86,7 @@ def test_update_there_and_back(
     sampler = sampler_for(family, spec)
     old, new = (wire_tensors(model_folder(family, seed), sampler.precision_map) for seed in (0, 1))
     before, version = respond(sampler), sampler.version
+    places = addresses(sampler)
 
     assert update(sampler, new) == expected_digests(new, sampler.precision_map)
     after = respond(sampler)
@@ -97,7 +98,18 @@ def test_update_there_and_back(
         assert gap(after, reference_logp(model, prompts(), after)).max() < 2e-5
 
     assert update(sampler, old) == expected_digests(old, sampler.precision_map)
+    assert addresses(sampler) == places
     assert with_version(respond(sampler), version) == before
+
+
+def addresses(sampler: Sampler) -> dict[str, int]:
+    """Of everything that an update writes, live and derived."""
+    derived = {
+        f"{layer}.{part}": tensor
+        for layer, method in sampler._experts.items()
+        for part, tensor in method.prepared().derived().items()
+    }
+    return {name: tensor.data_ptr() for name, tensor in {**sampler.weights.tensors(), **derived}.items()}
 
 
 def with_version(responses: list[list[Completion]], version: int) -> list[list[Completion]]:

@@ -17,6 +17,7 @@ from rl.metrics import METRICS
 from rl.sync import weight_sync
 from rl.sync.protocol import AttestationError, RefusedError, State
 from rl.sync.receiver import Receiver
+from rl.sync.rest import Rest, Stage
 from rl.sync.sender import Sender
 from rl.sync.transport import RayInlet, RayOutlet
 from rl.sync.weight_sync import WeightSync
@@ -71,6 +72,7 @@ def wait(result: Any) -> Any:
 @pytest.fixture(autouse=True)
 def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weight_sync, "wait", wait)
+    monkeypatch.setattr(weight_sync, "as_done", lambda calls: iter(calls.items()))
     monkeypatch.setattr("rl.fleet.wait", wait)
 
 
@@ -86,6 +88,7 @@ def sampler_actor(seed: int) -> SamplerActor:
     actor.receiver, actor.inlet, actor.device = Receiver(Model(seed)), RayInlet(), torch.device("cpu")
     actor.ready = lambda: True  # type: ignore[method-assign]
     actor.generate = lambda *share: (seed, *share)  # type: ignore[method-assign,assignment]
+    actor.rest = Rest(SimpleNamespace(sleep=bool, wake_weights=int, wake_cache=int), actor.receiver, False)
     return actor
 
 
@@ -278,6 +281,28 @@ def test_a_sampler_that_dies_in_a_sync_is_replaced_at_once(fleet: tuple[World, F
     samplers.sync(2)
     assert world.all_hold(2)
     assert samplers.generate([("a",), ("b",)]) == [(100, "a"), (51, "b")]
+
+
+def test_samplers_rest_from_the_last_question_to_the_next_sync(fleet: tuple[World, Fleet]) -> None:
+    world, samplers = fleet
+    samplers.rest()  # of a fleet that does not sleep: nothing happens
+    samplers = Fleet(samplers.samplers, samplers._weight_sync, samplers._start, restarts=2, sleeps=True)
+    samplers.sync(1)
+    for version in (2, 3):
+        samplers.rest()
+        assert {world.model(index).closed for index in (0, 1)} == {"the sampler is asleep"}
+        world.learner.step()
+        if version == 3:
+            world.samplers[1].dead = True  # in its sleep
+        samplers.sync(version)
+        assert world.all_hold(version)
+        assert all(sampler.actor.rest.stage is Stage.AWAKE for sampler in world.samplers)
+    calls = [
+        call
+        for call in world.samplers[0].calls
+        if call in ("sleep", "wake_weights", "begin", "commit", "wake_cache")
+    ]
+    assert calls == ["begin", "commit", *(["sleep", "wake_weights", "begin", "commit", "wake_cache"] * 2)]
 
 
 def test_deaths_are_bounded(fleet: tuple[World, Fleet]) -> None:
