@@ -17,6 +17,7 @@ from rl.run_folder import RunFolder
 from rl.task import Task, own_tokenizer, problem_source
 from rl.validate import check_against_model, resolve_maps
 from sampler.model_check import check_model
+from sampler.stock import own_map
 
 DATA = "data"  # what the driver's state in a checkpoint says of the data
 
@@ -45,6 +46,8 @@ def make_plan(config: Config) -> Plan:
     architecture = model_architecture(model)
     check_against_model(config, architecture)
     learner_map, sampler_map = resolve_maps(config.spec, architecture.layers)
+    if config.sampler.stock:
+        sampler_map = own_map(architecture.layers, config.sampler.dtype)
     try:
         check_model(model, sampler_map, config.sampler)
     except ValueError as error:

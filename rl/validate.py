@@ -75,6 +75,8 @@ def _model_problems(config: Config, model: Architecture) -> Iterator[str]:
             f"learner.micro_batch_tokens={config.learner.micro_batch_tokens} is less than"
             f" sampler.max_model_len={config.sampler.max_model_len}: the longest sequence must fit"
         )
+    if config.sampler.stock:
+        yield from _stock_problems(config)
     if config.sampler.sleep != "off" and config.algorithm.pipeline != "serial":
         yield (
             f"sampler.sleep={config.sampler.sleep}: the samplers are at work while the learner is, with"
@@ -87,6 +89,18 @@ def _model_problems(config: Config, model: Architecture) -> Iterator[str]:
             f"learner.dtype={config.learner.dtype} and sampler.dtype={config.sampler.dtype} differ;"
             " spec.allow_difference=true asks for that"
         )
+
+
+def _stock_problems(config: Config) -> Iterator[str]:
+    if not config.spec.allow_difference:
+        yield (
+            "sampler.stock=true: the engine computes experts in its own way, which is not the learner's;"
+            " spec.allow_difference=true asks for that"
+        )
+    if config.spec.sampler:
+        yield f"spec.sampler={config.spec.sampler}: a stock engine takes no specification"
+    if config.algorithm.rollout_sampling.return_routes:
+        yield "sampler.stock=true: a stock engine does not say which experts it chose (return_routes, r3)"
 
 
 def prompt_limit(config: Config) -> int:

@@ -24,9 +24,10 @@ class SamplerConfig:
     max_num_batched_tokens: int = 4096  # tokens of one forward pass; prompts are not cut
     kv_cache_gib: float = 1.0
     prefix_caching: bool = True  # within one call; nothing cached outlives it
-    # While the learner works: stay awake (off), or free the cache and the weights, which wait in the host's memory (keep)
-    # or are sent anew (discard).
+    # While the learner works: stay awake (off), or free the cache and the weights, which wait in the host's memory
+    # (keep) or are sent anew (discard).
     sleep: str = "off"
+    stock: bool = False  # vLLM as it is, with its own expert layers; see `sampler.stock`
     threads: int = 0  # intra-operation threads of torch; 0 leaves torch's own choice
     seed: int = 0  # of the engine's global generators; every response has a seed of its own
 

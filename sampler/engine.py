@@ -22,6 +22,10 @@ from sampler.model_check import BLOCK_SIZE, check_model
 if TYPE_CHECKING:
     from vllm import RequestOutput
 
+    from sampler.quantization import ExpertMethod
+    from sampler.stock import StockWeights
+    from sampler.weights import LiveWeights
+
 
 @dataclass(frozen=True)
 class Completion:
@@ -46,7 +50,7 @@ class Sampler:
     """Writes and scores responses, one weight version at a time.
 
     model_dir: a Hugging Face folder of one of `model_check.ARCHITECTURES` with safetensors; weights version 0.
-    precision_map: the spec of each of its layers.
+    precision_map: the spec of each of its layers; of a stock engine, `sampler.stock.own_map`.
 
     Meant to have a process of its own: vLLM seeds the global generators, patches parts of torch, and the end
     of one engine takes the process groups from any other.
@@ -66,23 +70,10 @@ class Sampler:
         with vllm_environment(config):
             from vllm import LLM
 
-            from sampler.loader import LOAD_FORMAT
-            from sampler.plugin import register
-            from sampler.quantization import METHOD, quantization_config
-            from sampler.routes import RouteRecorder
-            from sampler.weights import LiveWeights, expert_methods
-
-            register()
             self._llm = LLM(
                 model=str(model_dir),
                 skip_tokenizer_init=True,
                 generation_config="vllm",  # the folder's own would add stop tokens of its own
-                load_format=LOAD_FORMAT,
-                quantization=METHOD,
-                hf_overrides={
-                    "quantization_config": quantization_config(precision_map),
-                    "head_dtype": "float32",  # logits are never rounded to the model's type
-                },
                 dtype=config.dtype,
                 max_model_len=config.max_model_len,
                 max_num_seqs=config.max_num_seqs,
@@ -95,13 +86,32 @@ class Sampler:
                 enable_sleep_mode=config.sleep != "off" and self._frees,
                 logprobs_mode="processed_logprobs",
                 seed=config.seed,
+                **_expert_settings(config, precision_map),
             )
         [self._model] = self._llm.apply_model(lambda model: model)
         self._vocab_size = self._llm.model_config.get_vocab_size()
+        self._experts: dict[int, ExpertMethod] = {}
+        if config.stock:
+            self._hold_stock(Path(model_dir))
+        else:
+            self._hold_live()
+
+    def _hold_live(self) -> None:
+        from sampler.routes import RouteRecorder
+        from sampler.weights import LiveWeights, expert_methods
+
         self._experts = expert_methods(self._model)
-        self.weights = LiveWeights(self._model, precision_map)
+        self.weights: LiveWeights | StockWeights = LiveWeights(self._model, self.precision_map)
         [runner] = self._llm.collective_rpc(lambda worker: worker.model_runner)
-        self._recorder = RouteRecorder(runner, self._experts, len(precision_map.layers))
+        self._recorder = RouteRecorder(runner, self._experts, len(self.precision_map.layers))
+
+    def _hold_stock(self, model_dir: Path) -> None:
+        from sampler.stock import StockExperts, StockWeights
+
+        [worker] = self._llm.collective_rpc(lambda worker: worker)
+        dtype = getattr(torch, self.config.dtype)
+        self.weights = StockWeights(worker, model_dir, self.precision_map, dtype)
+        self._stock_experts = StockExperts(self._model)
 
     def generate(
         self, prompts: Sequence[Sequence[int]], seeds: Sequence[Sequence[int]], sampling: SamplingConfig
@@ -118,6 +128,8 @@ class Sampler:
         """
         from vllm import SamplingParams
 
+        if sampling.return_routes and self.config.stock:
+            raise ValueError("return_routes: a stock engine does not say which experts it chose")
         self._check_sequences(prompts, "prompts", room=sampling.max_tokens)
         if len(seeds) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts need as many lists of seeds, got {len(seeds)}")
@@ -210,6 +222,11 @@ class Sampler:
         return self.weights.version
 
     def report(self) -> EngineReport:
+        if self.config.stock:
+            from vllm import __version__
+
+            own, backend = self._stock_experts, f"vllm {__version__}"
+            return EngineReport("vllm", self.precision_map, backend, own.layers, own.calls)
         return EngineReport(
             engine="vllm",
             precision_map=PrecisionMap(tuple(self._experts[layer].spec for layer in sorted(self._experts))),
@@ -264,6 +281,20 @@ class Sampler:
         logp = [*prompt.logprobs[length - 1 :], following[0][sequence[-1]].logprob]
         _check_finite(logp)
         return logp
+
+
+def _expert_settings(config: SamplerConfig, precision_map: PrecisionMap) -> dict[str, Any]:
+    """What makes vLLM compute experts under `precision_map` and keep its weights live; a stock engine does neither."""
+    overrides: dict[str, Any] = {"head_dtype": "float32"}  # logits are never rounded to the model's type
+    if config.stock:
+        return {"hf_overrides": overrides}
+    from sampler.loader import LOAD_FORMAT
+    from sampler.plugin import register
+    from sampler.quantization import METHOD, quantization_config
+
+    register()
+    overrides["quantization_config"] = quantization_config(precision_map)
+    return {"load_format": LOAD_FORMAT, "quantization": METHOD, "hf_overrides": overrides}
 
 
 def _check_finite(logp: Sequence[float]) -> None:

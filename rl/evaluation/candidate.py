@@ -72,6 +72,9 @@ class Candidate:
     def engine(self, given: EngineConfig, max_model_len: int) -> SamplerConfig:
         """The sampler's settings for sequences of `max_model_len` tokens. Raises ConfigError."""
         base = self.run.sampler if self.run else SamplerConfig()
+        base = replace(
+            base, stock=False, sleep="off"
+        )  # here experts follow the specs, and there is no learner
         changes = {entry.name: getattr(given, entry.name) for entry in fields(given)}
         changes = {key: value for key, value in changes.items() if value is not None}
         seqs = changes.get("max_num_seqs", base.max_num_seqs)

@@ -6,6 +6,7 @@ import logging
 import time
 import uuid
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 from kernels.precision_map import PrecisionMap
@@ -191,10 +192,8 @@ class WeightSync:
         if self._linked is None:
             return
         self._linked = None
-        try:
+        with suppress(ActorDied):  # then its end is closed already
             self.learner.sever()
-        except ActorDied:
-            pass  # then its end is closed already
 
     def _is_gone(self, index: int) -> bool:
         """Whether it is this sampler that died, and not the learner, whose parcel it was to take."""

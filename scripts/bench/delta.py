@@ -4,10 +4,10 @@
 
 Takes recipe smollm2's model (SmolLM2-135M-Instruct, every FFN upcycled to experts) with FP32 masters, and does AdamW
 steps of the language-model loss on the prompts of the data in the real learner, whose forward and backward passes run
-under spec `bf16` (under `minite` every step would quantise all experts, most of an hour on two cores); what is exported
-is packed under `--spec`. Printed, for each number of steps since the base: the share of bytes that changed, of BF16
-operands, codes, block scales and outer scales; the bytes of the encoding as a share of the packed tensors; and the rates
-of encoding and decoding, in bytes of packed tensors a second. Whatever is decoded is compared with the new tensors.
+under spec `bf16` (under `minite` every step would quantise all experts: hours on two cores); what is exported is packed
+under `--spec`. Printed, for each number of steps since the base: the share of bytes that changed, of BF16 operands,
+codes, block scales and outer scales; the bytes of the encoding as a share of the packed tensors; and the rates of
+encoding and decoding, in bytes of packed tensors a second. Whatever is decoded is compared with the new tensors.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from rl.task import Task, own_tokenizer, problem_source
 from rl.validate import resolve_maps
 
 Tensors = dict[str, torch.Tensor]
-ROWS, WIDTH = 4, 64  # of a batch
+ROWS, WIDTH = 2, 64  # of a batch
 
 
 def main() -> None:
@@ -76,7 +76,10 @@ def main() -> None:
                 f"{step:6d} {shares['weight']:9.4%} {shares['codes']:9.4%} {shares['block_scales']:9.4%}",
                 end="",
             )
-            print(f" {shares['outer_scales']:9.4%} {cost(base, new, size)} {loss:8.4f} {spent / step:7.1f}", flush=True)
+            print(
+                f" {shares['outer_scales']:9.4%} {cost(base, new, size)} {loss:8.4f} {spent / step:7.1f}",
+                flush=True,
+            )
 
 
 def batch(task: Task, step: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -76,6 +76,22 @@ def test_expert_layers_that_never_ran_are_an_error():
         (["algorithm.sampling.max_tokens=32"], {}, "algorithm.sampling.max_tokens=32"),
         (["learner.micro_batch_tokens=16"], {}, "learner.micro_batch_tokens=16"),
         (["sampler.dtype=bfloat16"], {}, "sampler.dtype=bfloat16"),
+        (["sampler.stock=true"], {}, "spec.allow_difference=true asks for that"),
+        (
+            ["sampler.stock=true", "spec.allow_difference=true", "algorithm.routing_replay=r3"],
+            {},
+            "does not say which experts it chose",
+        ),
+        (
+            [
+                "sampler.stock=true",
+                "spec.allow_difference=true",
+                "+spec.sampler.weight.outer_domain=expert",
+            ],
+            {},
+            "a stock engine takes no specification",
+        ),
+        (["sampler.sleep=discard", "algorithm.pipeline=one_step_off"], {}, "sampler.sleep=discard"),
     ],
 )
 def test_a_model_that_does_not_fit_is_refused_by_name(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,8 @@ from tests.rl.sync.worlds import MAP, equal
 
 pytestmark = pytest.mark.slow
 
+TIMEOUT_S = 600  # of the process group: nobody waits for it
+
 
 @pytest.fixture(scope="module", autouse=True)
 def cluster() -> Iterator[None]:
@@ -24,15 +27,16 @@ def cluster() -> Iterator[None]:
 
 
 class Run:
-    def __init__(self, folder: Path, transport: str, codec: str) -> None:
+    def __init__(self, folder: Path, transport: str, codec: str, samplers: int = 2) -> None:
         self.folder, self.started = folder, 0
-        self.learner = start_actor(SmallLearner, f"learner_{transport}", 1, folder / "log")
-        config = SyncConfig(codec=codec, transport=transport, timeout_s=60)  # type: ignore[arg-type]
-        samplers = [self.start(index) for index in (0, 1)]
+        name = f"{transport}_{samplers}"
+        self.learner = start_actor(SmallLearner, f"learner_{name}", 1, folder / "log")
+        config = SyncConfig(codec=codec, transport=transport, timeout_s=TIMEOUT_S)  # type: ignore[arg-type]
+        started = [self.start(index) for index in range(samplers)]
         sync = start_actor(
-            WeightSyncActor, f"sync_{transport}", 1, folder / "log", self.learner, samplers, MAP, config
+            WeightSyncActor, f"sync_{name}", 1, folder / "log", self.learner, started, MAP, config
         )
-        self.fleet = Fleet(samplers, sync, self.start, restarts=2)
+        self.fleet = Fleet(started, sync, self.start, restarts=2)
 
     def start(self, index: int) -> Remote:
         self.started += 1
@@ -68,3 +72,18 @@ def test_a_sampler_killed_when_a_chunk_arrives_rejoins(transport: str, tmp_path:
     fourth = run.fleet.sync(4)  # changes again, to both
     run.assert_all_hold(4)
     assert 0 < fourth["sync/changed_share"] < 0.3
+
+
+def test_a_death_releases_those_who_wait_for_what_it_was_to_pass_on(tmp_path: Path) -> None:
+    """In a group of four, gloo's broadcast reaches some members by way of others. Whoever dies, nobody waits for the
+    group's timeout.
+    """
+    run = Run(tmp_path, "process_group", "packed", samplers=3)
+    run.fleet.sync(1)
+    with ThreadPoolExecutor(1) as thread:
+        for version, index in ((2, 0), (3, 1)):
+            run.learner.step()
+            run.fleet.samplers[index].doom(0)
+            thread.submit(run.fleet.sync, version).result(timeout=TIMEOUT_S / 6)
+            run.assert_all_hold(version)
+    assert run.started == 5

@@ -47,9 +47,7 @@ NEXT = {
 
 
 @settings(max_examples=60, deadline=None)
-@given(
-    st.booleans(), st.lists(st.sampled_from(["sleep", "wake_weights", "wake_cache", "sync"]), max_size=12)
-)
+@given(st.booleans(), st.lists(st.sampled_from(["sleep", "wake_weights", "wake_cache", "sync"]), max_size=12))
 def test_only_the_one_order_is_allowed(keep: bool, calls: list[str]) -> None:
     learner, sender, receiver, rest = world(keep)
     stage, version, lost, done = "awake", 1, False, []
