@@ -4,15 +4,17 @@ The group is made by itself, beside the default groups that Megatron and vLLM ha
 served by a broadcast, some of them point to point. It lives until a transfer fails or one of its members dies: then a
 new one is made.
 
-Over gloo a receiver whose transfer fails closes its end, and so does the sender when a receiver has died. Whoever still
-waits is connected to an end that closes, by way of others perhaps, and does not wait for the timeout. (NCCL has no such
-rule: there the timeout is what ends the wait.)
+Who dies in the midst of a message goes unnoticed by the others until their timeout. So the sender, told of a death,
+closes its end and says so in the store by which the members met; a receiver that waits looks there twice a second. It
+gives up as well when the store is gone with its sender.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import Future
 from datetime import timedelta
+from threading import Thread
 from typing import Any
 
 import torch
@@ -20,6 +22,11 @@ import torch.distributed as dist
 
 from rl.sync.protocol import Chunk
 from rl.sync.transport import Parcel
+
+_CLOSED = "closed"  # a key of the store: the sender will send nothing more
+_ASK_S = 0.5
+# Groups with transfers that may never end: to destroy one would be to wait for its timeout.
+_abandoned: list[Any] = []
 
 
 def host_store(host: str, size: int, timeout_s: float) -> tuple[Any, int]:
@@ -85,6 +92,9 @@ class GroupOutlet:
                 torch.cuda.current_stream(payload.device).synchronize()
 
     def close(self) -> None:
+        if self._group is not None:
+            self._store.set(_CLOSED, "")
+            _abandoned.append((self._group, self._under_way, self._store))
         self._under_way, self._group = [], None
 
 
@@ -92,37 +102,51 @@ class GroupInlet:
     def __init__(
         self, host: str, port: int, rank: int, size: int, timeout_s: float, device: torch.device
     ) -> None:
-        store = dist.TCPStore(host, port, size, is_master=False, timeout=timedelta(seconds=timeout_s))
-        self._group: Any = join(store, host, rank, size, timeout_s, device)
+        self._store = dist.TCPStore(host, port, size, is_master=False, timeout=timedelta(seconds=timeout_s))
+        self._group: Any = join(self._store, host, rank, size, timeout_s, device)
         self._device = device
 
     def fetch(self, parcel: Parcel) -> Chunk:
         """Raises ConnectionError when the payload does not come; the group is of no use then, and is closed."""
         nbytes, broadcast = parcel.content
         payload = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-        failure = self._take(payload, broadcast) if nbytes else None
-        if failure is not None:
-            self.close()
-            raise ConnectionError(f"chunk {parcel.header.number} did not come: {failure}")
+        if nbytes:
+            try:
+                self._take(payload, broadcast)
+            except RuntimeError as error:
+                self.close()
+                raise ConnectionError(f"chunk {parcel.header.number} did not come: {error}") from error
         return Chunk(parcel.header, payload)
 
     def close(self) -> None:
+        if self._group is not None:
+            _abandoned.append(self._group)
         self._group = None
 
-    def _take(self, payload: torch.Tensor, broadcast: bool) -> str | None:
-        """What went wrong, in words: an exception would keep the group alive, and with it its connections."""
+    def _take(self, payload: torch.Tensor, broadcast: bool) -> None:
         if self._group is None:
-            return "the process group of the weight sync is closed"
-        try:
-            if broadcast:
-                self._group.broadcast([payload], _from_sender()).wait()
-            else:
-                self._group.recv([payload], 0, 0).wait()
-        except RuntimeError as error:
-            return str(error)
+            raise RuntimeError("the process group of the weight sync is closed")
+        options = _from_sender()
+        work = self._group.broadcast([payload], options) if broadcast else self._group.recv([payload], 0, 0)
+        over: Future[None] = Future()
+        # Only a thread of its own can be left behind: nothing else ends a wait before its timeout.
+        Thread(target=_wait, args=(work, payload, over), daemon=True).start()
+        while True:
+            try:
+                return over.result(_ASK_S)
+            except TimeoutError:
+                if self._store.check([_CLOSED]):  # raises RuntimeError when the sender is gone
+                    raise RuntimeError("the sender has closed its end") from None
+
+
+def _wait(work: Any, payload: torch.Tensor, over: Future[None]) -> None:
+    try:
+        work.wait()
         if payload.is_cuda:
             torch.cuda.current_stream(payload.device).synchronize()
-        return None
+        over.set_result(None)
+    except Exception as error:
+        over.set_exception(error)
 
 
 def _from_sender() -> Any:

@@ -12,6 +12,7 @@ from rl.sync.process_group import GroupInlet, GroupOutlet
 from rl.sync.protocol import Piece, attest, make_chunk
 from rl.sync.receiver import Receiver
 from rl.sync.sender import Sender
+from rl.sync.transport import Parcel
 from tests.rl.sync.worlds import MAP, Learner, Model, equal, wanted
 
 CPU = torch.device("cpu")
@@ -24,11 +25,13 @@ def threads() -> Iterator[ThreadPoolExecutor]:
         yield pool
 
 
-def link(members: list[int], threads: ThreadPoolExecutor) -> tuple[GroupOutlet, dict[int, GroupInlet]]:
-    outlet = GroupOutlet(members, "127.0.0.1", TIMEOUT_S, CPU)
+def link(
+    members: list[int], threads: ThreadPoolExecutor, timeout_s: float = TIMEOUT_S
+) -> tuple[GroupOutlet, dict[int, GroupInlet]]:
+    outlet = GroupOutlet(members, "127.0.0.1", timeout_s, CPU)
     size = len(members) + 1
     joining = {
-        member: threads.submit(GroupInlet, "127.0.0.1", outlet.port, rank, size, TIMEOUT_S, CPU)
+        member: threads.submit(GroupInlet, "127.0.0.1", outlet.port, rank, size, timeout_s, CPU)
         for rank, member in enumerate(members, start=1)
     }
     outlet.join()
@@ -94,3 +97,21 @@ def test_a_sync_of_two_samplers_and_one_that_comes_in_place_of_another(threads: 
     for receiver in receivers.values():
         assert receiver.held().version == 3
         assert equal(receiver.holder.everything(), want)  # type: ignore[attr-defined]
+
+
+def test_whoever_waits_hears_that_the_sender_has_closed_its_end(threads: ThreadPoolExecutor) -> None:
+    """Long before the timeout of the group; and nothing goes through the group any more."""
+    outlet, inlets = link([0, 1, 2], threads, timeout_s=20)
+    outlet.address([0, 1, 2])
+    content = torch.zeros(1000, dtype=torch.uint8)
+    chunk = make_chunk("s", 0, [(Piece("t", "whole", 1000), content)])
+    parcel = Parcel(chunk.header, (chunk.payload.numel(), True))
+    waiting = [threads.submit(inlets[index].fetch, parcel) for index in (0, 1)]  # for what is never sent
+    outlet.close()
+    for future in waiting:
+        with pytest.raises(ConnectionError, match="chunk 0 did not come: the sender has closed its end"):
+            future.result(timeout=10)
+    with pytest.raises(ConnectionError, match="is closed"):
+        inlets[0].fetch(parcel)
+    with pytest.raises(ConnectionError, match="is closed"):
+        outlet.ship(chunk)
