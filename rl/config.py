@@ -356,8 +356,8 @@ class SyncConfig:
     transport: Literal["ray", "process_group", "cuda_ipc"] = "ray"
     bucket_mib: int = 64  # of tensors in a chunk; a larger tensor is a chunk of its own
     host: str = "127.0.0.1"  # on which the process group meets, and listens
-    # For the members of the process group to meet, and for a chunk to arrive: the end of waiting for a process that hangs.
-    # One that dies is noticed at once.
+    # For the members of the process group to meet, and for a chunk to arrive: ends the wait for a process that hangs;
+    # one that dies is noticed at once.
     timeout_s: float = 120.0
     restarts: int = 3  # of samplers that die, in a run. With 0 the learner keeps no copy of what it sent
 

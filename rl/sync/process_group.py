@@ -94,7 +94,8 @@ class GroupOutlet:
     def close(self) -> None:
         if self._group is not None:
             self._store.set(_CLOSED, "")
-            _abandoned.append((self._group, self._under_way, self._store))
+            if not all(work.is_completed() for work, _ in self._under_way):
+                _abandoned.append((self._group, self._under_way))
         self._under_way, self._group = [], None
 
 
@@ -119,8 +120,6 @@ class GroupInlet:
         return Chunk(parcel.header, payload)
 
     def close(self) -> None:
-        if self._group is not None:
-            _abandoned.append(self._group)
         self._group = None
 
     def _take(self, payload: torch.Tensor, broadcast: bool) -> None:
@@ -135,8 +134,15 @@ class GroupInlet:
             try:
                 return over.result(_ASK_S)
             except TimeoutError:
-                if self._store.check([_CLOSED]):  # raises RuntimeError when the sender is gone
+                if not self._sender_is_there():
+                    _abandoned.append((self._group, work))
                     raise RuntimeError("the sender has closed its end") from None
+
+    def _sender_is_there(self) -> bool:
+        try:
+            return not self._store.check([_CLOSED])
+        except RuntimeError:  # there is nobody to ask
+            return False
 
 
 def _wait(work: Any, payload: torch.Tensor, over: Future[None]) -> None:
