@@ -107,6 +107,7 @@ def test_whoever_waits_hears_that_the_sender_has_closed_its_end(threads: ThreadP
     chunk = make_chunk("s", 0, [(Piece("t", "whole", 1000), content)])
     parcel = Parcel(chunk.header, (chunk.payload.numel(), True))
     waiting = [threads.submit(inlets[index].fetch, parcel) for index in (0, 1)]  # for what is never sent
+    group = outlet._group  # lives on, as it does with a transfer that is under way
     outlet.close()
     for future in waiting:
         with pytest.raises(ConnectionError, match="chunk 0 did not come: the sender has closed its end"):
@@ -115,3 +116,4 @@ def test_whoever_waits_hears_that_the_sender_has_closed_its_end(threads: ThreadP
         inlets[0].fetch(parcel)
     with pytest.raises(ConnectionError, match="is closed"):
         outlet.ship(chunk)
+    del group
