@@ -6,6 +6,7 @@
     metrics.jsonl          one JSON object a line (`rl.records.history`)
     run.log                log of the driver
     learner.log, sampler.log, weight_sync.log      what these processes print (`rl.actors`)
+    sampler_1.log, ...                             further samplers
     reference.log, critic.log                      the same, where the objective has them
     rewards.log            what verifiers print, where they run in processes (`rl.rewards.pool`)
     checkpoints/           step_000012/, ... (`rl.checkpoint`)
