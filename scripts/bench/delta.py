@@ -31,7 +31,7 @@ from rl.task import Task, own_tokenizer, problem_source
 from rl.validate import resolve_maps
 
 Tensors = dict[str, torch.Tensor]
-ROWS, WIDTH = 2, 64  # of a batch
+ROWS, WIDTH = 4, 64  # of a batch
 
 
 def main() -> None:
