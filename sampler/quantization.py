@@ -120,9 +120,7 @@ class ExpertMethod(FusedMoEMethodBase):
         """
         if self._prepared is None:
             return
-        assert self.weights is not None
-        fresh = self._kernels().prepare(self.weights, self.spec).derived()
-        held = self._prepared.derived()
+        held, fresh = self._prepared.derived(), self._prepare().derived()
         assert held.keys() == fresh.keys()
         for part, tensor in held.items():
             tensor.copy_(fresh[part])
@@ -130,9 +128,16 @@ class ExpertMethod(FusedMoEMethodBase):
     def prepared(self) -> Any:
         """What `apply` computes with, in the back end's form: made from `weights` when it is first asked for."""
         if self._prepared is None:
-            assert self.weights is not None, "the checkpoint is not loaded"
-            self._prepared = self._kernels().prepare(self.weights, self.spec, compact=True)
+            self._prepared = self._prepare()
         return self._prepared
+
+    def _prepare(self) -> Any:
+        assert self.weights is not None, "the checkpoint is not loaded"
+        with (
+            torch.inference_mode(False),
+            torch.no_grad(),
+        ):  # what is made in that mode cannot be written later
+            return self._kernels().prepare(self.weights, self.spec, compact=True)
 
     def apply(
         self,
