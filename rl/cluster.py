@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -82,7 +83,9 @@ def start_actor(actor_class: Any, name: str, threads: int, log: Path, *args: Any
     if threads:
         environment["OMP_NUM_THREADS"] = str(threads)
     # The actors of a run take turns on the cores: Ray must not keep one waiting until a core is its own.
-    options = {"name": name, "num_cpus": 0, "max_restarts": 0, "runtime_env": {"env_vars": environment}}
+    # Ray keeps the name of an actor that died for a while, and its successor must not wait for that.
+    unique = f"{name}-{uuid.uuid4().hex[:8]}"
+    options = {"name": unique, "num_cpus": 0, "max_restarts": 0, "runtime_env": {"env_vars": environment}}
     return Remote(ray.remote(actor_class).options(**options).remote(*args))
 
 

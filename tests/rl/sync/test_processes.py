@@ -40,7 +40,7 @@ class Run:
 
     def start(self, index: int) -> Remote:
         self.started += 1
-        name = f"{self.folder.name}_{index}_{self.started}"
+        name = f"{self.folder.name}_{index}"  # of its predecessor, too
         return start_actor(SmallSampler, name, 1, self.folder / "log", 40 + self.started)
 
     def assert_all_hold(self, version: int) -> None:
