@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from kernels.precision_map import PrecisionMap
 
 ARCHITECTURES = ("Qwen3MoeForCausalLM", "MixtralForCausalLM")
+STOCK = "Qwen3MoeForCausalLM"  # what a stock engine was seen to reload rightly
 # Of vLLM's CPU attention. It takes other heads, and fails in the first forward pass.
 HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 BLOCK_SIZE = 32  # tokens in a block of the cache: the smallest it takes, as prompts share whole blocks
@@ -26,6 +27,11 @@ def check_model(model_dir: Path, precision_map: PrecisionMap, config: SamplerCon
     architectures = model.get("architectures") or []
     if not set(architectures) & set(ARCHITECTURES):
         raise ValueError(f"{model_dir} holds {architectures}, the sampler runs {', '.join(ARCHITECTURES)}")
+    if config.stock and (model.get("tie_word_embeddings") or STOCK not in architectures):
+        raise ValueError(
+            f"SamplerConfig.stock: {model_dir} must be a {STOCK} with an output layer of its own; after the reload of a"
+            " Mixtral with a tied one, vLLM's CPU build computes with wrong weights"
+        )
     if (layers := len(precision_map.layers)) != model["num_hidden_layers"]:
         raise ValueError(
             f"the precision map has {layers} layers, {model_dir} has {model['num_hidden_layers']}"

@@ -23,15 +23,7 @@ from kernels.precision_map import PrecisionMap
 from kernels.spec import ExecutionSpec
 
 _EXPERT = re.compile(r"(model\.layers\.(\d+)\.\w+)\.experts\.(\d+)\.(\w+)\.weight")
-# On disk: gate, up, down.
-_MATRICES = {
-    "gate_proj": "gate",
-    "up_proj": "up",
-    "down_proj": "down",
-    "w1": "gate",
-    "w3": "up",
-    "w2": "down",
-}
+_MATRICES = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down"}
 
 
 def own_spec(dtype: str) -> ExecutionSpec:
@@ -54,7 +46,6 @@ class StockWeights:
         self.version = 0
         self.closed: str | None = None
         self._worker = worker
-        self._tied: bool = worker.model_config.hf_config.tie_word_embeddings
         self._names: dict[tuple[int, int, str], str] = {}  # layer, expert, matrix -> name on disk
         self._copy = self._read(model_dir, dtype)
 
@@ -64,18 +55,14 @@ class StockWeights:
 
     def refresh(self) -> dict[str, torch.Tensor]:
         """Hand the copy to the engine. What that makes of it is its own: nothing derived is given back."""
-        model, on_cpu = self._worker.get_model(), self._worker.device.type == "cpu"
-        if on_cpu:
-            for module in model.modules():
+        if self._worker.device.type == "cpu":
+            for module in self._worker.get_model().modules():
                 method = getattr(module, "quant_method", None)
                 if hasattr(method, "moe_kernel"):
                     # vLLM's CPU build packs experts only when it makes their kernel, and on a reload has one already:
                     # it would take unpacked weights for packed ones.
                     method.moe_kernel = None
         self._worker.reload_weights(weights_iterator=self._on_disk())
-        if on_cpu and self._tied:
-            # And it packs an output layer for itself, which the reload of a tied one does not see.
-            model.lm_head.quant_method.process_weights_after_loading(model.lm_head)
         return {}
 
     def _on_disk(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -103,8 +90,6 @@ class StockWeights:
                     else:
                         key = int(match[2]), int(match[3]), _MATRICES[match[4]]
                         experts[key], self._names[key] = content.get_tensor(name).to(dtype), name
-        if self._tied:
-            outside.pop("lm_head.weight", None)
         self._names = dict(sorted(self._names.items()))
         return outside | _stacked(experts)
 
