@@ -84,8 +84,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     shape = LayerShape(**vars(parser.parse_args(arguments)))
     device = "cuda" if torch.cuda.is_available() else "cpu"
     on_cpu = synthetic_layer(shape, "gaussian", 0)
-    tensors = (on_cpu.x, on_cpu.topk_ids, on_cpu.topk_weights, on_cpu.w13, on_cpu.w2)
-    given = LayerInput(*(tensor.to(device) for tensor in tensors), on_cpu.label)
+    given = LayerInput(
+        on_cpu.x.to(device),
+        on_cpu.topk_ids.to(device),
+        on_cpu.topk_weights.to(device),
+        on_cpu.w13.to(device),
+        on_cpu.w2.to(device),
+        on_cpu.label,
+    )
     d_output = torch.randn(on_cpu.x.shape, generator=torch.Generator().manual_seed(1)).bfloat16().to(device)
     errors = {
         name: product_errors(given, d_output, dtype)
