@@ -15,7 +15,7 @@ from kernels.triton.codec import wait_for_kernel_before
 from kernels.triton.grouped_gemm import as_stored, check_operand, to_bf16
 from kernels.triton.grouping import ExpertGroups
 from kernels.triton.matrix import ExpertMatrix
-from kernels.triton.quantize import GroupedOperand
+from kernels.triton.operand import GroupedOperand
 from kernels.triton.tiles import TILE, load_tile
 from kernels.triton.tuning import DecodeTile, decode_tile
 

@@ -21,7 +21,7 @@ from kernels.swizzle import swizzled_size
 from kernels.triton.codec import COMPILED, round_bf16
 from kernels.triton.grouping import ExpertGroups
 from kernels.triton.matrix import ExpertMatrix
-from kernels.triton.quantize import GroupedOperand
+from kernels.triton.operand import GroupedOperand
 from kernels.triton.tuning import GroupedTile, grouped_tile
 
 

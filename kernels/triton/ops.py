@@ -21,7 +21,8 @@ from kernels.triton.decode_gemm import decode_gemm
 from kernels.triton.grouped_gemm import grouped_gemm
 from kernels.triton.grouping import ALIGN, ExpertGroups, capacity, group
 from kernels.triton.matrix import ExpertMatrix
-from kernels.triton.quantize import GroupedOperand, permute_quantize
+from kernels.triton.operand import GroupedOperand
+from kernels.triton.quantize import permute_quantize
 from kernels.triton.swiglu import swiglu_quantize
 
 _ALIGN_FEW = 16  # rows: what the tensor core takes at least

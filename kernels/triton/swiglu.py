@@ -33,15 +33,8 @@ from kernels.triton.codec import (
     wait_for_kernel_before,
 )
 from kernels.triton.grouping import ExpertGroups
-from kernels.triton.quantize import (
-    BLOCK,
-    GroupedOperand,
-    count_bad,
-    empty_operand,
-    finish_tiles,
-    tile,
-    tile_of_few,
-)
+from kernels.triton.operand import BLOCK, GroupedOperand, count_bad, empty_operand, finish_tiles
+from kernels.triton.quantize import tile, tile_of_few
 from kernels.triton.support import check_quantizer, words
 
 _MINUS_LOG2_E = tl.constexpr(-1.4426950408889634)

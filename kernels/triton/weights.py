@@ -8,7 +8,8 @@ import triton.language as tl
 
 from kernels.quantize import QuantizedTensor
 from kernels.quantizer_spec import QuantizerSpec, ScaleDomain
-from kernels.triton.quantize import BLOCK, launch_rows
+from kernels.triton.operand import BLOCK
+from kernels.triton.quantize import launch_rows
 from kernels.triton.support import check_quantizer, check_rows, words
 
 _WORDS_AT_ONCE = 8192

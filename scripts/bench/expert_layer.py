@@ -28,7 +28,8 @@ from kernels.triton.backward import weight_gradient
 from kernels.triton.decode_gemm import decode_gemm
 from kernels.triton.grouped_gemm import grouped_gemm
 from kernels.triton.grouping import ExpertGroups, group
-from kernels.triton.quantize import GroupedOperand, permute_quantize
+from kernels.triton.operand import GroupedOperand
+from kernels.triton.quantize import permute_quantize
 from kernels.triton.swiglu import swiglu_quantize
 
 Call = Callable[[], object]

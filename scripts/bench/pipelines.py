@@ -17,7 +17,8 @@ from kernels.triton.combine import combine
 from kernels.triton.grouped_gemm import grouped_gemm
 from kernels.triton.grouping import ExpertGroups, group
 from kernels.triton.matrix import ExpertMatrix, _decode
-from kernels.triton.quantize import GroupedOperand, launch_rows
+from kernels.triton.operand import GroupedOperand
+from kernels.triton.quantize import launch_rows
 
 SPEC = named_spec("minite")
 

@@ -18,7 +18,8 @@ import torch
 from kernels.catalogue import named_spec
 from kernels.triton.combine import combine
 from kernels.triton.grouping import ExpertGroups, group
-from kernels.triton.quantize import GroupedOperand, launch_rows, permute_quantize
+from kernels.triton.operand import GroupedOperand
+from kernels.triton.quantize import launch_rows, permute_quantize
 from kernels.triton.swiglu import swiglu_quantize
 from kernels.triton.weights import quantize_and_flag
 

@@ -13,7 +13,8 @@ from kernels.triton.decode_gemm import decode_gemm
 from kernels.triton.grouped_gemm import grouped_gemm
 from kernels.triton.grouping import ExpertGroups, group
 from kernels.triton.matrix import ExpertMatrix
-from kernels.triton.quantize import GroupedOperand, permute_quantize
+from kernels.triton.operand import GroupedOperand
+from kernels.triton.quantize import permute_quantize
 from kernels.triton.tuning import EMULATED, DecodeTile, GroupedTile
 from tests.kernels.triton_env import DEVICE, GPU
 

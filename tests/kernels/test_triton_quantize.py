@@ -17,7 +17,8 @@ from kernels.quantize import quantize_weight as reference_weight
 from kernels.swizzle import swizzle_128x4
 from kernels.triton import codec
 from kernels.triton.grouping import ExpertGroups, group
-from kernels.triton.quantize import GroupedOperand, permute_quantize, quantize_rows
+from kernels.triton.operand import GroupedOperand
+from kernels.triton.quantize import permute_quantize, quantize_rows
 from kernels.triton.weights import quantize_weight
 from tests.kernels.triton_env import DEVICE
 
