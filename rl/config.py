@@ -158,7 +158,9 @@ class AlgorithmConfig:
     """
 
     prompts_per_iteration: int = 16
-    expected_length: int | None = None  # mean tokens of prompt and response, for the preflight; None: the limit
+    expected_length: int | None = (
+        None  # mean tokens of prompt and response, for the preflight; None: the limit
+    )
     prompts_per_round: int | None = None  # drawn in one round of sampling; None: prompts_per_iteration
     group_size: int = 8
     updates_per_iteration: int = 1
@@ -378,7 +380,9 @@ class ClusterConfig:
     nodes: int = 1
     gpus_per_node: int = 0  # 0: the CPUs of one machine
     gpu: str | None = None  # of `rl.devices`
-    memory_gib: float | None = None  # of each GPU, or without GPUs of the machine; None: as `rl.devices` has it
+    memory_gib: float | None = (
+        None  # of each GPU, or without GPUs of the machine; None: as `rl.devices` has it
+    )
     placement: Literal["colocated", "separate"] = "colocated"  # samplers on the learner's GPUs, or on others
 
     def __post_init__(self) -> None:
@@ -393,7 +397,10 @@ class ClusterConfig:
             "at least 1 with cluster.gpu or several nodes",
         )
         _require(
-            self.memory_gib is None or 0 < self.memory_gib < inf, "cluster.memory_gib", self.memory_gib, "more than 0"
+            self.memory_gib is None or 0 < self.memory_gib < inf,
+            "cluster.memory_gib",
+            self.memory_gib,
+            "more than 0",
         )
 
     @property

@@ -32,22 +32,46 @@ class Device:
         return "triton_native" if self.nvfp4 else "triton_emulated"
 
 
-# Memory of the H200: total_memory as CUDA reports it there. Of the others: what the vendor calls GB, in GiB where boards
-# report it so (H100: 80, B200: 180 less what the driver keeps), else in 10^9 bytes (B300).
+# Memory of the H200: total_memory as CUDA reports it there. Of the others: what the vendor calls GB, in GiB where
+# boards report it so (H100: 80, B200: 180 less what the driver keeps), else in 10^9 bytes (B300).
 DEVICES = {
     device.name: device
     for device in (
         Device(
-            "h100", r"\bH100\b(?!.*(PCIe|NVL))", 79 * GIB, 989.4e12, None, 3.35e12, "NVIDIA H100 data sheet, SXM"
+            "h100",
+            r"\bH100\b(?!.*(PCIe|NVL))",
+            79 * GIB,
+            989.4e12,
+            None,
+            3.35e12,
+            "NVIDIA H100 data sheet, SXM",
         ),
         Device(
-            "h200", r"\bH200\b(?!.*NVL)", int(139.8 * GIB), 989.4e12, None, 4.8e12, "NVIDIA H200 data sheet, SXM"
+            "h200",
+            r"\bH200\b(?!.*NVL)",
+            int(139.8 * GIB),
+            989.4e12,
+            None,
+            4.8e12,
+            "NVIDIA H200 data sheet, SXM",
         ),
         Device(
-            "b200", r"\bB200\b", 178 * GIB, 2250e12, 9000e12, 8.0e12, "NVIDIA HGX B200 specification, an eighth"
+            "b200",
+            r"\bB200\b",
+            178 * GIB,
+            2250e12,
+            9000e12,
+            8.0e12,
+            "NVIDIA HGX B200 specification, an eighth",
         ),
         Device(
-            "b300", r"\bB300\b", 288 * 10**9, 2250e12, 13125e12, 8.0e12, "NVIDIA HGX B300 specification, an eighth"
+            "b300",
+            r"\bB300\b",
+            288 * 10**9,
+            2250e12,
+            13125e12,
+            8.0e12,
+            "NVIDIA HGX B300 specification, an eighth",
         ),
     )
 }

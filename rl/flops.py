@@ -21,7 +21,11 @@ def forward_flops(model: Architecture, lengths: Iterable[int], scored: int | Non
     output = model.vocab * model.hidden
     pairs = sum(n * (n + 1) // 2 for n in lengths)  # of a token and one that it attends to
     attention = 4 * model.layers * model.heads * model.head_dim * pairs
-    return 2.0 * (active(model) - output) * tokens + 2.0 * output * (tokens if scored is None else scored) + attention
+    return (
+        2.0 * (active(model) - output) * tokens
+        + 2.0 * output * (tokens if scored is None else scored)
+        + attention
+    )
 
 
 def update_flops(model: Architecture, lengths: Iterable[int], scored: int | None = None) -> float:

@@ -1,4 +1,4 @@
-"""``python -m rl.preflight [group.key=value ...]``: the preflight of every recipe, one line each, with these overrides."""
+"""``python -m rl.preflight [group.key=value ...]``: the preflight of every recipe, a line each, with overrides."""
 
 from __future__ import annotations
 

@@ -7,6 +7,9 @@ bounded by `micro_batch_tokens` as well.
 
 from __future__ import annotations
 
+from kernels.experts import TORCH_TYPE
+from kernels.precision_map import PrecisionMap
+from kernels.spec import ExecutionSpec, RouterPosition
 from learner.config import LearnerConfig
 from learner.families.architecture import Architecture
 from rl.preflight.layout import Layout
@@ -17,10 +20,10 @@ _SIZE = {"float32": 4, "bfloat16": 2}
 
 
 def layer_bytes_per_token(
-    model: Architecture, dtype: str, *, gpu: bool, padding: float = 1.0, tensor: int = 1
+    model: Architecture, spec: ExecutionSpec, dtype: str, *, gpu: bool, padding: float = 1.0, tensor: int = 1
 ) -> float:
-    """Saved by one decoder layer. padding: padded tokens a token, in attention; tensor: ranks that share out heads,
-    and, outside attention, tokens (sequence parallelism).
+    """Saved by one decoder layer under `spec`. padding: padded tokens a token, in attention; tensor: ranks
+    that share out heads, and, outside attention, tokens (sequence parallelism).
     """
     e, hidden = _SIZE[dtype], model.hidden
     queries, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
@@ -33,8 +36,10 @@ def layer_bytes_per_token(
         attention += _norm(queries, model.heads, e, gpu) + _norm(keys, model.kv_heads, e, gpu)
         if gpu or dtype == "float32":  # saved without a conversion, the keys are a view of all three
             attention += e * (queries + keys)
-    elsewhere = 2 * _norm(hidden, 1, e, gpu) + e * hidden  # norms, and the input of the query-key-value projection
-    return (attention + elsewhere + _moe_bytes(model, e)) / tensor
+    elsewhere = (
+        2 * _norm(hidden, 1, e, gpu) + e * hidden
+    )  # norms, and the input of the query-key-value projection
+    return (attention + elsewhere + _moe_bytes(model, spec)) / tensor
 
 
 def _norm(width: int, vectors: int, e: int, gpu: bool) -> int:
@@ -44,33 +49,41 @@ def _norm(width: int, vectors: int, e: int, gpu: bool) -> int:
     return e * width + 4 * vectors if gpu else 8 * width + 4 * vectors
 
 
-def _moe_bytes(model: Architecture, e: int) -> int:
-    """Router and experts. The router computes in FP32; experts save bfloat16 (2 bytes) whatever the model's type."""
+def _moe_bytes(model: Architecture, spec: ExecutionSpec) -> int:
+    """Router and experts. The router computes in FP32; experts save what they compute in the spec's operand type."""
     k, experts, hidden, ffn = model.experts_per_token, model.experts, model.hidden, model.expert_ffn
     router = 4 * hidden  # its input in FP32
-    router += (8 + 4) * experts + (8 + 4) * k  # sorted routing map, coefficients; chosen experts and their softmax
+    router += (8 + 4) * experts + (
+        8 + 4
+    ) * k  # sorted routing map, coefficients; chosen experts and their softmax
     router += (8 + 4 + 4) * k  # slots: ids, and coefficients before and after they are sorted
-    saved = 2 * hidden + 2 * k * (2 * ffn + ffn + hidden)  # operand; FC1, SwiGLU and FC2 of every slot
-    return router + saved
+    slot = 2 * ffn + ffn  # FC1 and SwiGLU
+    if spec.router_position is RouterPosition.FC2_OUTPUT:
+        slot += hidden  # FC2, for the gradient of the coefficient that multiplies it
+    return router + TORCH_TYPE[spec.operand].itemsize * (hidden + k * slot)
 
 
-def saved_bytes(model: Architecture, config: LearnerConfig, layout: Layout, stage: int) -> int:
-    """Of the micro-batches that are in flight on a rank of pipeline stage `stage`, under the 1F1B schedule: as many as
-    stages follow, itself included (Narayanan et al. 2021, arXiv 2104.04473). With `recompute` each of them keeps its
-    layers' inputs, and one layer at a time has the rest.
+def saved_bytes(
+    model: Architecture, specs: PrecisionMap, config: LearnerConfig, layout: Layout, stage: int
+) -> int:
+    """Of the micro-batches that are in flight on a rank of pipeline stage `stage`, whose layers have these specs, under
+    the 1F1B schedule: as many as stages follow, itself included (Narayanan et al. 2021, arXiv 2104.04473). With
+    `recompute` each of them keeps its layers' inputs, and one layer at a time has the rest.
     """
     e, gpu = _SIZE[config.dtype], config.device.startswith("cuda")
-    layers, in_flight = layout.layers_of(stage, model.layers), layout.pipeline - stage
-    layer = layer_bytes_per_token(model, config.dtype, gpu=gpu, tensor=layout.tensor)
-    layer += 8 * 3 * model.experts_per_token  # the order of the slots, int64
-    one = layer * config.micro_batch_tokens
+    in_flight, per_token = layout.pipeline - stage, []
+    for spec in specs.layers:
+        layer = layer_bytes_per_token(model, spec, config.dtype, gpu=gpu, tensor=layout.tensor)
+        per_token.append(layer + 8 * 3 * model.experts_per_token)  # the order of the slots, int64
+    each = [own * config.micro_batch_tokens for own in per_token]
     if gpu:
-        one += _padding_rows(model, layout) * 2 * (3 * model.expert_ffn + model.hidden)
+        padding = _padding_rows(model, layout) * 2 * (3 * model.expert_ffn + model.hidden)
+        each = [own + padding for own in each]
     last = _norm(model.hidden, 1, e, gpu) * config.micro_batch_tokens
     if config.recompute:
-        inputs = layers * e * model.hidden * config.micro_batch_tokens // layout.tensor
-        return int(in_flight * (inputs + last) + one)
-    return int(in_flight * (layers * one + last))
+        inputs = len(each) * e * model.hidden * config.micro_batch_tokens // layout.tensor
+        return int(in_flight * (inputs + last) + max(each))
+    return int(in_flight * (sum(each) + last))
 
 
 def backward_bytes(model: Architecture, config: LearnerConfig, layout: Layout, backend: str) -> int:

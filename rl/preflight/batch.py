@@ -60,13 +60,13 @@ class Batch:
 
     @property
     def micro_batches(self) -> int:
-        """Of an update on the rank that has most, were all sequences of the expected length; see `learner.batch.cut`."""
+        """Of an update on the rank that has most, were all sequences of the expected length (`learner.batch.cut`)."""
         own = ceil(self.sequences / self.ranks)
         return ceil(own / max(1, self.micro_batch_tokens // self.length))
 
     @property
     def iteration_bytes(self) -> int:
-        """What passes through Ray's object store for one update at most: of every token, padding included, ids (8), mask
-        (1), and four FP32 numbers: log-probabilities of sampler and learner, advantage, reward.
+        """What an iteration puts into Ray's object store at most: of every token, padding included, ids (8), mask (1),
+        and four FP32 numbers: log-probabilities of sampler and learner, advantage, reward.
         """
         return self.sequences * self.updates * self.limit * (8 + 1 + 4 * 4)

@@ -16,7 +16,13 @@ GIB = 2**30
 def gib(size: float) -> str:
     """Bytes as GiB, or as MiB where they are few."""
     value = size / GIB
-    return f"{value:.0f} GiB" if value >= 100 else f"{value:.1f} GiB" if value >= 1 else f"{value * 1024:.1f} MiB"
+    return (
+        f"{value:.0f} GiB"
+        if value >= 100
+        else f"{value:.1f} GiB"
+        if value >= 1
+        else f"{value * 1024:.1f} MiB"
+    )
 
 
 def placement_problems(config: Config, layout: Layout) -> Iterator[str]:
@@ -25,7 +31,9 @@ def placement_problems(config: Config, layout: Layout) -> Iterator[str]:
     sampling = samplers * tensor
     if not cluster.gpus:
         return
-    there = f"{cluster.gpus} GPUs (cluster.nodes={cluster.nodes} x cluster.gpus_per_node={cluster.gpus_per_node})"
+    there = (
+        f"{cluster.gpus} GPUs (cluster.nodes={cluster.nodes} x cluster.gpus_per_node={cluster.gpus_per_node})"
+    )
     samplers_said = f"run.samplers={samplers} x sampler.tensor_parallel={tensor}"
     if config.learner.device == "cpu":
         yield f"learner.device=cpu: the run is meant for {there}"
@@ -40,7 +48,10 @@ def placement_problems(config: Config, layout: Layout) -> Iterator[str]:
         if sampling > cluster.gpus:
             yield f"{samplers_said}: {sampling} ranks of samplers are more than {there}"
         if config.algorithm.pipeline == "one_step_off":
-            yield "algorithm.pipeline=one_step_off: colocated engines take turns; cluster.placement=separate lets both work"
+            yield (
+                "algorithm.pipeline=one_step_off: colocated engines take turns; cluster.placement=separate lets both"
+                " work at once"
+            )
     if tensor > cluster.gpus_per_node:
         yield f"sampler.tensor_parallel={tensor} is more than cluster.gpus_per_node={cluster.gpus_per_node}"
     if layout.tensor > cluster.gpus_per_node:
@@ -91,8 +102,10 @@ def memory_problems(
         return
     learning = learner.total + sum(memory.total for memory in others.values())
     named = " with ".join(["a rank of the learner", *others])
-    where = f"the {gib(there)} of a GPU ({config.cluster.gpu or 'cluster.memory_gib'})" if config.cluster.gpus else (
-        f"the machine's {gib(there)}"
+    where = (
+        f"the {gib(there)} of a GPU ({config.cluster.gpu or 'cluster.memory_gib'})"
+        if config.cluster.gpus
+        else (f"the machine's {gib(there)}")
     )
     if config.cluster.gpus and config.cluster.placement == "separate":
         for who, needed in ((named, learning), ("a rank of a sampler", sampler.total)):
@@ -101,16 +114,16 @@ def memory_problems(
         return
     samplers = sampler.total * (1 if config.cluster.gpus else config.run.samplers)
     if learning + samplers > there:
-        largest = max(learner.standing | learner.working, key=lambda name: (learner.standing | learner.working)[name])
+        largest = max(
+            learner.standing | learner.working, key=lambda name: (learner.standing | learner.working)[name]
+        )
         yield (
             f"{named} needs {gib(learning)} (most of it for {largest}) and samplers beside it {gib(samplers)},"
             f" together more than {where}"
         )
 
 
-def checks(
-    config: Config, model: Architecture, layout: Layout, batch: Batch
-) -> Iterator[str]:
+def checks(config: Config, model: Architecture, layout: Layout, batch: Batch) -> Iterator[str]:
     """All but memory, which is only counted where these find nothing."""
     yield from layout_problems(layout, model, batch.sequences)
     yield from placement_problems(config, layout)

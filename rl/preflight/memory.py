@@ -1,8 +1,8 @@
 """Bytes that one rank of the learner, and one of a sampler, holds at most, by what it holds them for.
 
 Each figure follows from what the code allocates: `learner.optimizer` (FP32 masters, moments and accumulated gradients),
-`learner.moe` (the quantised form beside the masters), `learner.logprobs` (chunks of FP32 logits), `sampler.quantization`
-and `rl.sync` (staged and kept copies). What autograd saves is counted in `rl.preflight.activations`.
+`learner.moe` (the quantised form beside the masters), `learner.logprobs` (chunks of FP32 logits),
+`sampler.quantization` and `rl.sync` (staged and kept copies). What autograd saves: `rl.preflight.activations`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
-from kernels.experts import TORCH_TYPE, expert_layout
+from kernels.experts import expert_layout
 from kernels.precision_map import PrecisionMap
 from kernels.quantizer_spec import BlockScaleFormat
 from kernels.spec import ExecutionSpec
@@ -18,12 +18,14 @@ from learner.config import LearnerConfig
 from learner.families.architecture import Architecture
 from rl.preflight import activations
 from rl.preflight.layout import Layout
-from rl.preflight.parameters import Held, count, expert_parameters, held_by
+from rl.preflight.parameters import Held, count, held_by
 from sampler.config import SamplerConfig
 
 BYTES = {"float32": 4, "bfloat16": 2}
 CONTEXT = 2**30  # of a GPU process: CUDA context, loaded kernels, workspaces of cuBLAS and NCCL; an allowance
-_LOGITS_AT_ONCE = 5  # logits, scaled logits, their log-softmax, and in backward its gradient and that of the logits
+_LOGITS_AT_ONCE = (
+    5  # logits, scaled logits, their log-softmax, and in backward its gradient and that of the logits
+)
 
 Parts = dict[str, int]
 
@@ -76,7 +78,10 @@ def _layer_bytes(model: Architecture, spec: ExecutionSpec, backend: str, experts
     stored = sum(sizes.values())
     if spec.weight is None:
         return ExpertBytes(stored, 0)
-    rows, elements = experts * (2 * model.expert_ffn + model.hidden), 3 * experts * model.hidden * model.expert_ffn
+    rows, elements = (
+        experts * (2 * model.expert_ffn + model.hidden),
+        3 * experts * model.hidden * model.expert_ffn,
+    )
     outer = 4 * rows
     match layer_backend(spec, backend):
         case "triton_emulated":  # 16-bit elements for many rows; for few, packed words and their scales
@@ -84,8 +89,7 @@ def _layer_bytes(model: Architecture, spec: ExecutionSpec, backend: str, experts
         case "triton_native":  # swizzled block scales; the codes are the stored ones
             return ExpertBytes(stored, elements // 16 + outer)
     wide = spec.weight.block_scale_format is BlockScaleFormat.E8M0
-    scales = {name: size for name, size in sizes.items() if name.endswith("outer_scales")}
-    return ExpertBytes(stored, (4 if wide else 2) * elements + sum(scales.values()))
+    return ExpertBytes(stored, (4 if wide else 2) * elements)
 
 
 def learner_memory(
@@ -119,16 +123,20 @@ def _stage_memory(
     local = model.experts // layout.expert
     experts = expert_bytes(model, own, backend, local)
     standing = {"weights": size * held.total, **optimizer_bytes(held, config, layout)}
-    standing["quantised experts"] = experts.stored - _masters_themselves(model, own, config, local)
+    standing["quantised experts"] = experts.stored
     standing["experts decoded or laid out"] = experts.derived
     if keeps_copy:
         standing["copy of what was sent"] = experts.stored + size * held.outside
     working = {
         "gradients": 4 * held.total,
-        "activations": activations.saved_bytes(model, config, layout, stage),
+        "activations": activations.saved_bytes(model, own, config, layout, stage),
         "backward of one layer": activations.backward_bytes(model, config, layout, backend),
         # Made in the parameter's type, then added in FP32.
-        "gradient of a layer's experts": (size + 4 * (size < 4)) * 2 * local * model.hidden * model.expert_ffn,
+        "gradient of a layer's experts": (size + 4 * (size < 4))
+        * 2
+        * local
+        * model.hidden
+        * model.expert_ffn,
     }
     if stage == layout.pipeline - 1:
         working["logits"] = logits_bytes(model, config, layout)
@@ -137,18 +145,14 @@ def _stage_memory(
     return Memory(standing, working)
 
 
-def _masters_themselves(model: Architecture, specs: PrecisionMap, config: LearnerConfig, experts: int) -> int:
-    """Of layers that are not quantised and have the type of the parameters, which are then used as they are."""
-    plain = [
-        spec for spec in specs.layers if spec.weight is None and TORCH_TYPE[spec.operand].itemsize == BYTES[config.dtype]
-    ]
-    return len(plain) * experts * expert_parameters(model) * BYTES[config.dtype]
-
-
 def optimizer_bytes(held: Held, config: LearnerConfig, layout: Layout) -> Parts:
-    """AdamW's two FP32 moments, and FP32 masters beside parameters of another type."""
-    masters = 4 * held.total if config.dtype != "float32" else 0
-    return {"FP32 masters": masters, "AdamW's moments": 8 * held.total}
+    """AdamW's two FP32 moments, and FP32 masters: of the slice that a rank has of what other ranks hold too
+    (Rajbhandari et al. 2020, arXiv 1910.02054, stage 1). An FP32 parameter of which no other rank has a copy is its own.
+    """
+    parts = ((held.outside, layout.data), (held.experts, layout.expert_copies))
+    own = sum(-(-size // copies) for size, copies in parts)
+    masters = sum(-(-size // copies) for size, copies in parts if copies > 1 or config.dtype != "float32")
+    return {"FP32 masters": 4 * masters, "AdamW's moments": 8 * own}
 
 
 def logits_bytes(model: Architecture, config: LearnerConfig, layout: Layout) -> int:
@@ -174,8 +178,8 @@ def sampler_memory(
     gpu: bool,
     operands: bool = False,
 ) -> Memory:
-    """Of one rank of a sampler, with its share of heads, vocabulary and experts. operands: whether experts travel before
-    they are quantised (`sync.codec=bf16`).
+    """Of one rank of a sampler, with its share of heads, vocabulary and experts. operands: whether experts travel
+    before they are quantised (`sync.codec=bf16`).
     """
     found, size, tensor = count(model), BYTES[config.dtype], config.tensor_parallel
     outside = size * (
@@ -205,4 +209,3 @@ def sampler_memory(
 def cache_bytes_per_token(model: Architecture, config: SamplerConfig, tensor: int) -> int:
     """Keys and values of one token on one rank."""
     return 2 * model.layers * -(-model.kv_heads // tensor) * model.head_dim * BYTES[config.dtype]
-

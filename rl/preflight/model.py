@@ -27,7 +27,9 @@ def planned_architecture(config: Config) -> tuple[Architecture, str]:
     if model.hf_config:
         return _described(model.hf_config, model.family), "model.hf_config"
     if model.source == "folder":
-        raise DataError(f"model.path={model.path!r}: no config.json there, and no model.hf_config says what it holds")
+        raise DataError(
+            f"model.path={model.path!r}: no config.json there, and no model.hf_config says what it holds"
+        )
     from learner.upcycle import upcycled_config
 
     try:

@@ -21,8 +21,8 @@ def _lines(found: Preflight) -> Iterator[str]:
     yield f"{config.run.name}: nothing was started; this is arithmetic on the configuration"
     yield ""
     yield (
-        f"model      {parameters.total:,} parameters, {parameters.experts:,} of them in experts; {active(model):,} multiply"
-        f" a token ({found.model_source})"
+        f"model      {parameters.total:,} parameters, {parameters.experts:,} of them in experts; {active(model):,}"
+        f" multiply a token ({found.model_source})"
     )
     yield f"learner    {found.learner_map.describe()}"
     if found.sampler_map != found.learner_map:
@@ -30,13 +30,14 @@ def _lines(found: Preflight) -> Iterator[str]:
     yield from _layout(found)
     yield ""
     yield (
-        f"batch      {batch.prompts:,} prompts x {batch.group_size} responses an iteration in {_many(batch.updates, 'update')}"
-        f" of {batch.sequences:,} sequences; {batch.drawn_a_round:,} prompts ({batch.responses_a_round:,} responses)"
-        f" drawn a round, {batch.rounds} rounds at most"
+        f"batch      {batch.prompts:,} prompts x {batch.group_size} responses an iteration in"
+        f" {_many(batch.updates, 'update')} of {batch.sequences:,} sequences; {batch.drawn_a_round:,} prompts"
+        f" ({batch.responses_a_round:,} responses) drawn a round, {batch.rounds} rounds at most"
     )
     yield (
-        f"           {batch.tokens:,} tokens an update at {batch.length:,} a sequence, {batch.sequences * batch.limit:,} at"
-        f" most; micro-batches on a rank: {batch.micro_batches} of at most {batch.micro_batch_tokens:,} tokens"
+        f"           {batch.tokens:,} tokens an update at {batch.length:,} a sequence,"
+        f" {batch.sequences * batch.limit:,} at most; micro-batches on a rank: {batch.micro_batches}"
+        f" of at most {batch.micro_batch_tokens:,} tokens"
     )
     yield ""
     yield from _memory("a rank of the learner", found.learner)
@@ -47,9 +48,9 @@ def _lines(found: Preflight) -> Iterator[str]:
     yield ""
     whole = "at most " if config.sync.codec == "delta" else ""
     yield (
-        f"sync       {whole}{found.sync.total:,} bytes ({gib(found.sync.total)}) to each of {_many(config.run.samplers, 'sampler')},"
-        f" codec {config.sync.codec} over {config.sync.transport}: experts {gib(found.sync.experts)}, the rest"
-        f" {gib(found.sync.outside)}"
+        f"sync       {whole}{found.sync.total:,} bytes ({gib(found.sync.total)}) to each of"
+        f" {_many(config.run.samplers, 'sampler')}, codec {config.sync.codec} over {config.sync.transport}:"
+        f" experts {gib(found.sync.experts)}, the rest {gib(found.sync.outside)}"
     )
     yield from _limits(found)
 
@@ -63,7 +64,8 @@ def _layout(found: Preflight) -> Iterator[str]:
         where = "the CPUs of one machine"
     yield (
         f"layout     {where}: learner on {_many(found.layout.ranks, 'rank')} ({found.layout}),"
-        f" {_many(config.run.samplers, 'sampler')} of {_many(config.sampler.tensor_parallel, 'rank')}; NVFP4 experts by {found.backend}"
+        f" {_many(config.run.samplers, 'sampler')} of {_many(config.sampler.tensor_parallel, 'rank')};"
+        f" NVFP4 experts by {found.backend}"
     )
 
 
@@ -87,7 +89,9 @@ def _fits(found: Preflight) -> Iterator[str]:
         yield f"each fits the {gib(there)} of a GPU"
     else:
         samplers = 1 if config.cluster.gpus else config.run.samplers
-        together = found.learner.total + sum(m.total for m in found.others.values()) + samplers * found.sampler.total
+        together = (
+            found.learner.total + sum(m.total for m in found.others.values()) + samplers * found.sampler.total
+        )
         yield f"together {gib(together)} of {gib(there)}"
 
 

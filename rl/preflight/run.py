@@ -53,7 +53,9 @@ def preflight(config: Config) -> Preflight:
         raise ConfigError("; ".join(problems))
     backend = _backend(config)
     learning = replace(config.learner, micro_batch_tokens=batch.largest_micro_batch)
-    learner = learner_memory(model, learner_map, learning, layout, backend=backend, keeps_copy=config.sync.keep)
+    learner = learner_memory(
+        model, learner_map, learning, layout, backend=backend, keeps_copy=config.sync.keep
+    )
     others = _others(config, model, learner_map, layout, backend)
     sampler = sampler_memory(
         model,

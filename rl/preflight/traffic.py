@@ -36,7 +36,7 @@ def sync_bytes(model: Architecture, specs: PrecisionMap, dtype: str, codec: str)
 
 
 def experts_read(model: Architecture, sequences: int) -> float:
-    """Share of a layer's experts that a decoding step of `sequences` tokens is expected to read, were routes uniform."""
+    """Share of a layer's experts that a decoding step of `sequences` tokens reads under uniform routes."""
     return 1 - (1 - model.experts_per_token / model.experts) ** sequences
 
 
@@ -93,5 +93,3 @@ def limits(
         operations / (ranks * device.bf16),
         2 * synced.total / tensor / device.bandwidth,
     )
-
-
