@@ -375,7 +375,7 @@ class SyncConfig:
 
 @dataclass(frozen=True)
 class ClusterConfig:
-    """The machines that a run is meant for, which the preflight (`plan=true`) plans for."""
+    """The machines that a run is meant for. But for `ray_address`, for the preflight (`plan=true`) alone."""
 
     nodes: int = 1
     gpus_per_node: int = 0  # 0: the CPUs of one machine
@@ -384,10 +384,14 @@ class ClusterConfig:
         None  # of each GPU, or without GPUs of the machine; None: as `rl.devices` has it
     )
     placement: Literal["colocated", "separate"] = "colocated"  # samplers on the learner's GPUs, or on others
+    ray_address: str = (
+        "local"  # local: a Ray of the run's own on 127.0.0.1; else that of one that is there, or auto
+    )
 
     def __post_init__(self) -> None:
         _require(self.nodes >= 1, "cluster.nodes", self.nodes, "at least 1")
         _require(self.gpus_per_node >= 0, "cluster.gpus_per_node", self.gpus_per_node, "0 or more")
+        _require(bool(self.ray_address), "cluster.ray_address", self.ray_address, "local, auto or HOST:PORT")
         known = ", ".join(DEVICES)
         _require(self.gpu is None or self.gpu in DEVICES, "cluster.gpu", self.gpu, f"one of {known}")
         _require(

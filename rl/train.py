@@ -21,6 +21,7 @@ _MAY_CHANGE = (
 )
 _MAY_CHANGE_GROUPS = ("logging.", "cluster.")
 _PLAN = "plan="  # no key of the configuration: what to do with it
+_NEWEST = "latest"  # of run.resume: the newest run of that name, and a new one where there is none
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -70,6 +71,12 @@ def run(config: Config) -> None:
 def _load(overrides: list[str]) -> Config:
     """The configuration asked for; a resumed run has its own, in which only some keys may change."""
     resume = [item.partition("=")[2] for item in overrides if item.startswith("run.resume=")]
+    if resume and resume[-1] == _NEWEST:
+        overrides = [item for item in overrides if not item.startswith("run.resume=")]
+        run = load_config(overrides).run
+        newest = Path(run.output_dir) / run.name / _NEWEST
+        resume = [str(newest.resolve())] if newest.is_dir() else []
+        overrides += [f"run.resume='{folder}'" for folder in resume]
     if not resume:
         return load_config(overrides)
     saved_file = RunFolder.open(Path(resume[-1])).config

@@ -147,7 +147,7 @@ def _stage_memory(
 
 def optimizer_bytes(held: Held, config: LearnerConfig, layout: Layout) -> Parts:
     """AdamW's two FP32 moments, and FP32 masters: of the slice that a rank has of what other ranks hold too
-    (Rajbhandari et al. 2020, arXiv 1910.02054, stage 1). An FP32 parameter of which no other rank has a copy is its own.
+    (Rajbhandari et al. 2020, arXiv 1910.02054, stage 1). An FP32 parameter that no other rank holds is its own.
     """
     parts = ((held.outside, layout.data), (held.experts, layout.expert_copies))
     own = sum(-(-size // copies) for size, copies in parts)
