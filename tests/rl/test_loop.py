@@ -92,6 +92,8 @@ class FakeJob:
             critic=FakeCritic() if algorithm.objective.critic is not None else None,
             weight_sync=SimpleNamespace(sync=lambda version: {}),
             memory=lambda: {"memory/driver": 1.0},
+            work=lambda sequences: {"tokens/learner": int(sequences.lengths.sum())},
+            hardware=SimpleNamespace(usage=lambda metrics: {}),
         )
 
     def generate(self, prompts: list[int], samples: int, purpose: str, sampling: SamplingConfig) -> list[int]:
