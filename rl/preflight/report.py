@@ -108,5 +108,5 @@ def _limits(found: Preflight) -> Iterator[str]:
         f"           bounds by the published rates of {found.config.cluster.gpu}, not forecasts: decoding"
         f" {bounds.decode_tokens_s:,.0f} tokens/s over all samplers (memory), an update {bounds.update_s:.2f} s"
         f" = {batch.tokens / bounds.update_s:,.0f} tokens/s (BF16 products), installing a sync"
-        f" {bounds.install_s * 1e3:.0f} ms (memory)"
+        f" {bounds.install_s * 1e3:.2g} ms (memory)"
     )

@@ -1,4 +1,4 @@
-"""The expert layers that `learner_update.py` compares with the product's own, as back ends: for CUDA, and for that alone."""
+"""The expert layers that `learner_update.py` compares with the product's own, as back ends for CUDA."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ Every request has a prompt of random tokens and writes exactly `--output` tokens
     vllm     vLLM itself in BF16, with its own fused experts
 
 Printed for each: bytes of weights, tokens that a cache in the rest of `--memory-gib` would hold, and for each batch size
-the median of output tokens a second, beside the bound that memory sets (`rl.preflight.traffic`), where the device is known.
+the median of output tokens a second, beside the bound that memory sets (`rl.preflight.traffic`) on a known device.
 """
 
 from __future__ import annotations
@@ -182,8 +182,7 @@ def ours(given: argparse.Namespace, model: Architecture, config: SamplerConfig) 
         found = sampler.generate(prompts, seeds, SamplingConfig(max_tokens=tokens))
         assert all(len(own.token_ids) == tokens for [own] in found)
 
-    generate([[0]], 1)  # what is derived from the weights is made when it is first needed
-    held = {**sampler.weights.tensors(), **sampler.weights.derived()}
+    held = {**sampler.weights.tensors(), **sampler.weights.refresh()}
     return generate, storage_bytes(held.values()), sampler.report().backend
 
 
