@@ -23,6 +23,7 @@ from sampler.config import SamplerConfig
 
 BYTES = {"float32": 4, "bfloat16": 2}
 CONTEXT = 2**30  # of a GPU process: CUDA context, loaded kernels, workspaces of cuBLAS and NCCL; an allowance
+_TILE = 128  # features, and elements, of a tile of packed words
 _LOGITS_AT_ONCE = (
     5  # logits, scaled logits, their log-softmax, and in backward its gradient and that of the logits
 )
@@ -50,9 +51,13 @@ class ExpertBytes:
     derived: int
 
 
-def expert_bytes(model: Architecture, specs: PrecisionMap, backend: str, experts: int) -> ExpertBytes:
-    """Of `experts` experts in each layer of `specs`, on a machine whose back end for NVFP4 is `backend`."""
-    layouts = {spec: _layer_bytes(model, spec, backend, experts) for spec in set(specs.layers)}
+def expert_bytes(
+    model: Architecture, specs: PrecisionMap, backend: str, experts: int, *, compact: bool = False
+) -> ExpertBytes:
+    """Of `experts` experts in each layer of `specs`, on a machine whose back end for NVFP4 is `backend`. compact: as
+    samplers have them laid out (`kernels.triton.layer.prepare`).
+    """
+    layouts = {spec: _layer_bytes(model, spec, backend, experts, compact) for spec in set(specs.layers)}
     return ExpertBytes(
         sum(layouts[spec].stored for spec in specs.layers),
         sum(layouts[spec].derived for spec in specs.layers),
@@ -72,24 +77,33 @@ def layer_backend(spec: ExecutionSpec, backend: str) -> str:
     return backend
 
 
-def _layer_bytes(model: Architecture, spec: ExecutionSpec, backend: str, experts: int) -> ExpertBytes:
+def _layer_bytes(
+    model: Architecture, spec: ExecutionSpec, backend: str, experts: int, compact: bool
+) -> ExpertBytes:
     layout = expert_layout(experts, model.hidden, model.expert_ffn, spec)
-    sizes = {name: prod(shape) * dtype.itemsize for name, (shape, dtype) in layout.items()}
-    stored = sum(sizes.values())
+    stored = sum(prod(shape) * dtype.itemsize for shape, dtype in layout.values())
     if spec.weight is None:
         return ExpertBytes(stored, 0)
-    rows, elements = (
-        experts * (2 * model.expert_ffn + model.hidden),
-        3 * experts * model.hidden * model.expert_ffn,
-    )
-    outer = 4 * rows
-    match layer_backend(spec, backend):
-        case "triton_emulated":  # 16-bit elements for many rows; for few, packed words and their scales
-            return ExpertBytes(stored, 2 * elements + elements // 2 + elements // 16 + outer)
-        case "triton_native":  # swizzled block scales; the codes are the stored ones
-            return ExpertBytes(stored, elements // 16 + outer)
-    wide = spec.weight.block_scale_format is BlockScaleFormat.E8M0
-    return ExpertBytes(stored, (4 if wide else 2) * elements)
+    matrices = (
+        (2 * model.expert_ffn, model.hidden),
+        (model.hidden, model.expert_ffn),
+    )  # features, elements of each
+    computed_by = layer_backend(spec, backend)
+    if computed_by == "reference":
+        wide = spec.weight.block_scale_format is BlockScaleFormat.E8M0
+        return ExpertBytes(stored, experts * sum((4 if wide else 2) * prod(matrix) for matrix in matrices))
+    native = computed_by == "triton_native"
+    return ExpertBytes(stored, experts * sum(_laid_out(*matrix, native, compact) for matrix in matrices))
+
+
+def _laid_out(features: int, width: int, native: bool, compact: bool) -> int:
+    """Of one expert's matrix; see `kernels.triton.matrix.ExpertMatrix.of`. A native one reads the stored codes."""
+    outer, elements = 4 * features, features * width
+    if native:
+        return outer + elements // 16
+    if features % _TILE or width % _TILE:
+        return outer + 2 * elements
+    return outer + elements // 2 + elements // 16 + (0 if compact else 2 * elements)
 
 
 def learner_memory(
@@ -187,7 +201,7 @@ def sampler_memory(
         + found.final_norm
         + found.layers * (found.layer.router + found.layer.norms)
     )
-    experts = expert_bytes(model, specs, backend, model.experts // tensor)
+    experts = expert_bytes(model, specs, backend, model.experts // tensor, compact=True)
     travelling = 2 * found.experts // tensor if operands else experts.stored
     standing = {
         "weights outside the experts": outside,

@@ -145,19 +145,24 @@ def test_bytes_of_a_sync_are_those_of_the_export(folder: Path, dtype: str, spec:
     assert sync_bytes(own.architecture, own.precision_map, dtype, "bf16").total == operands
 
 
-def test_what_the_emulated_kernels_lay_out():
-    """`ExpertMatrix.of` runs in Triton's interpreter here."""
+@pytest.mark.parametrize("compact", [False, True])
+@pytest.mark.parametrize("ffn", [128, 64])
+def test_what_the_emulated_kernels_lay_out(ffn: int, compact: bool):
+    """`ExpertMatrix.of` runs in Triton's interpreter here. A width of 64 makes no tiles."""
     spec, generator = named_spec("minite"), torch.Generator().manual_seed(0)
-    w13, w2 = (torch.randn(shape, generator=generator).bfloat16() for shape in ((1, 256, 128), (1, 128, 128)))
+    shapes = ((1, 2 * ffn, 128), (1, 128, ffn))
+    w13, w2 = (torch.randn(shape, generator=generator).bfloat16() for shape in shapes)
     weights = ExpertWeights.quantize(w13, w2, spec)
     model = Architecture(
-        layers=1, hidden=128, heads=1, kv_heads=1, head_dim=128, experts=1, experts_per_token=1, expert_ffn=128,
+        layers=1, hidden=128, heads=1, kv_heads=1, head_dim=128, experts=1, experts_per_token=1, expert_ffn=ffn,
         vocab=16, max_positions=16, rope_theta=1.0, norm_eps=1e-6, tied_embeddings=False, qk_norm=False,
         renormalize_router=False,
     )  # fmt: skip
-    predicted = expert_bytes(model, PrecisionMap((spec,)), "triton_emulated", 1)
-    laid_out = [ExpertMatrix.of(matrix, native=False) for matrix in (weights.w13, weights.w2)]
-    tensors = [tensor for matrix in laid_out for tensor in matrix.named_tensors().values()]
+    predicted = expert_bytes(model, PrecisionMap((spec,)), "triton_emulated", 1, compact=compact)
+    laid_out = [
+        ExpertMatrix.of(matrix, native=False, compact=compact) for matrix in (weights.w13, weights.w2)
+    ]
+    tensors = [tensor for matrix in laid_out for tensor in matrix.tensors()]
     assert predicted.derived == sum(t.numel() * t.element_size() for t in tensors)
     assert predicted.stored == sum(t.numel() * t.element_size() for t in weights.tensors().values())
 
