@@ -9,8 +9,9 @@ Every request has a prompt of random tokens and writes exactly `--output` tokens
     minite   the product's sampler under the specification `minite` (`--spec` for another)
     vllm     vLLM itself in BF16, with its own fused experts
 
-Printed for each: bytes of weights, tokens that a cache in the rest of `--memory-gib` would hold, and for each batch size
-the median of output tokens a second, beside the bound that memory sets (`rl.preflight.traffic`) on a known device.
+Printed for each: bytes of weights, tokens that a cache in the rest of `--memory-gib` would hold, and for each batch
+size the median of output tokens a second, beside the bound that memory sets (`rl.preflight.traffic`) where the device
+is known.
 """
 
 from __future__ import annotations
@@ -47,8 +48,8 @@ def main() -> None:
     parser.add_argument("--spec", default="minite")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 16, 64, 256])
     for name, default in (
-        ("layers", 48), ("hidden", 2048), ("ffn", 768), ("experts", 128), ("top-k", 8), ("heads", 32), ("vocab", 151936),
-        ("prompt", 128), ("output", 256), ("repeats", 3),
+        ("layers", 48), ("hidden", 2048), ("ffn", 768), ("experts", 128), ("top-k", 8), ("heads", 32),
+        ("vocab", 151936), ("prompt", 128), ("output", 256), ("repeats", 3),
     ):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--cache-gib", type=float, default=16.0)
