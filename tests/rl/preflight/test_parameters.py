@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from itertools import product
 from typing import Any
@@ -13,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from learner.families.architecture import Architecture
 from learner.families.registry import family_of
+from learner.upcycle import upcycled_config
 from rl.compose import load_config
 from rl.flops import forward_flops, update_flops
 from rl.preflight.layout import Layout, layout_problems
@@ -74,6 +76,15 @@ def test_qwen3_30b_a3b_is_described_as_it_is():
     assert (found.experts, found.outside) == sizes(model)
     assert found.total == pytest.approx(30.5e9, rel=2e-3)
     assert active(architecture) + found.embedding == pytest.approx(3.3e9, rel=2e-2)
+
+
+@pytest.mark.slow
+def test_the_upcycled_model_is_described_as_it_is():
+    described, _ = planned_architecture(load_config(["+recipe=smollm2", "model.experts=6"]))
+    config = upcycled_config("smollm2", 6)
+    found = family_of(config).read(config)
+    assert replace(found, norm_eps=described.norm_eps) == described
+    assert found.norm_eps == pytest.approx(described.norm_eps)
 
 
 @pytest.mark.parametrize("name", MODELS)
