@@ -37,6 +37,7 @@ class LearnerConfig:
     tensor_parallel: int = 1
     expert_parallel: int = 1
     pipeline_parallel: int = 1
+    recompute: bool = False  # keep only layers' inputs for the gradient, and compute activations again
 
     def __post_init__(self) -> None:
         check = checker(self)
@@ -51,9 +52,8 @@ class LearnerConfig:
         check("warmup_steps", lambda v: v >= 0, "must not be negative")
         check("micro_batch_tokens", lambda v: v >= 1, "must be at least 1")
         check("logits_bytes", lambda v: v >= 1, "must be at least 1")
-        check("data_parallel", lambda v: v >= 1, "must be at least 1")
-        for name in ("tensor_parallel", "expert_parallel", "pipeline_parallel"):
-            check(name, lambda v: v == 1, "must be 1: each process of the learner holds the whole model")
+        for name in ("data_parallel", "tensor_parallel", "expert_parallel", "pipeline_parallel"):
+            check(name, lambda v: v >= 1, "must be at least 1")
 
 
 @dataclass(frozen=True, kw_only=True)

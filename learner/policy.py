@@ -21,7 +21,7 @@ from learner.mapping import is_expert
 from learner.model import PolicyModel
 from learner.objective import negative_log_likelihood, policy_loss
 from learner.packing import Packing
-from learner.replay import check_routes, own_routes
+from learner.replay import check_routes, own_routes, take_load
 from learner.runtime import deterministic
 from learner.trainable import Trainable, check_precision_map
 
@@ -191,6 +191,10 @@ class Policy(Trainable):
         for layer, experts in enumerate(self.model.experts()):
             for part, tensor in experts.derived(target.spec_for(layer)).items():
                 yield derived_name(layer, part), tensor
+
+    def expert_load(self) -> torch.Tensor | None:
+        """int64 [layers, E]: tokens of this process that each expert got since this was last asked; None: of none."""
+        return take_load(self.model.route_replays())
 
     def save_hf(self, folder: str | Path) -> None:
         """Write a model folder that transformers loads: weights in the model's type, tokenizer files

@@ -23,11 +23,13 @@ class RouteReplay:
 
     routes: integer [T, k], the experts of the next forward pass; NO_ROUTE: the router's own choice. None: all its own.
     own: int64 [T, k], what the router itself would have taken in the last one.
+    load: int64 [E], how often each expert was taken since this was last set to None.
     """
 
     def __init__(self) -> None:
         self.routes: torch.Tensor | None = None
         self.own: torch.Tensor | None = None
+        self.load: torch.Tensor | None = None
 
     def get_replay_topk(
         self,
@@ -40,9 +42,15 @@ class RouteReplay:
         """Scores and expert ids, both [T, k], out of `scores` [T, E]; see Megatron's `RouterReplay`."""
         own_scores, self.own = default_compute_topk(scores, topk, num_groups, group_topk)
         if self.routes is None:
+            self._count(self.own, scores.shape[1])
             return own_scores, self.own
         ids = torch.where(self.routes == NO_ROUTE, self.own, self.routes)
+        self._count(ids, scores.shape[1])
         return scores.gather(1, ids), ids
+
+    def _count(self, ids: torch.Tensor, experts: int) -> None:
+        taken = torch.bincount(ids.flatten(), minlength=experts)
+        self.load = taken if self.load is None else self.load + taken
 
 
 @contextmanager
@@ -61,6 +69,14 @@ def replayed(replays: Sequence[RouteReplay], routes: torch.Tensor | None) -> Ite
 def own_routes(replays: Sequence[RouteReplay]) -> torch.Tensor:
     """int16 [T, layers, k]: what the routers themselves chose in the last forward pass."""
     return torch.stack([replay.own for replay in replays if replay.own is not None], 1).to(torch.int16)
+
+
+def take_load(replays: Sequence[RouteReplay]) -> torch.Tensor | None:
+    """int64 [layers, E] on the CPU: how often each expert was taken since this was last called; None: nothing ran."""
+    loads = [replay.load for replay in replays if replay.load is not None]
+    for replay in replays:
+        replay.load = None
+    return torch.stack(loads).cpu() if loads else None
 
 
 def check_routes(routes: torch.Tensor, experts: int, shape: Sequence[int]) -> None:

@@ -20,6 +20,13 @@ def start(config: LearnerConfig) -> torch.device:
     torchrun tells them of each other. What this process already holds is kept. Raises RuntimeError when the device is
     absent, and ValueError when a process group of another size exists.
     """
+    if config.recompute:
+        raise ValueError("LearnerConfig.recompute=True: this learner keeps all activations")
+    for name in ("tensor_parallel", "expert_parallel", "pipeline_parallel"):
+        if (value := getattr(config, name)) != 1:
+            raise ValueError(
+                f"LearnerConfig.{name}={value} must be 1: each process of the learner holds the whole model"
+            )
     device = torch.device(config.device)
     if config.threads:
         torch.set_num_threads(config.threads)

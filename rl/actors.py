@@ -65,6 +65,7 @@ class LearnerActor(Actor):
     ) -> Scores:
         """replay: `algorithm.routing_replay`; with it come the routers' own choices, where anything is made of them."""
         parts = (sequences.tokens, sequences.lengths, sequences.loss_mask)
+        self.policy.expert_load()  # what came before does not count
         return self.policy.score(
             *parts,
             temperature,
@@ -77,6 +78,13 @@ class LearnerActor(Actor):
         self, batch: TrainBatch, objective: ObjectiveConfig, temperature: float, top_p: float
     ) -> dict[str, float]:
         return self.policy.update(batch, objective, temperature, top_p)
+
+    def expert_load(self) -> torch.Tensor | None:
+        """Of the last scoring pass, or of all passes since then; see `learner.policy.Policy.expert_load`."""
+        return self.policy.expert_load()
+
+    def device_name(self) -> str:
+        return device_name(self.policy.device)
 
     def supervised_step(
         self, tokens: torch.Tensor, lengths: torch.Tensor, loss_mask: torch.Tensor, lr: float
@@ -212,6 +220,9 @@ class SamplerActor(Actor):
     def wake_cache(self) -> None:
         self.rest.wake_cache()
 
+    def device_name(self) -> str:
+        return device_name(self.device)
+
     def join_link(self, host: str, port: int, rank: int, size: int, timeout_s: float) -> None:
         from rl.sync.process_group import GroupInlet
 
@@ -259,6 +270,13 @@ class WeightSyncActor(Actor):
 
     def rejoin(self, index: int, sampler: Remote) -> None:
         self.weight_sync.rejoin(index, sampler)
+
+
+def device_name(device: torch.device) -> str:
+    """As the driver reports a GPU; "cpu" for that."""
+    import torch
+
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def peak_memory_mib() -> float:

@@ -1,4 +1,4 @@
-"""Ray, for one machine: started on the loopback interface, quiet, and gone when the run is.
+"""Ray: started for one machine on the loopback interface, quiet, and gone when the run is; or one that is there.
 
 The environment variables below configure Ray itself (they must be set before it is imported); no numerics here.
 """
@@ -9,7 +9,7 @@ import logging
 import os
 import uuid
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
@@ -35,6 +35,11 @@ _ENGINE_ENVIRONMENT = {
 }
 
 
+def open_cluster(address: str, object_store_mib: int) -> AbstractContextManager[None]:
+    """`local_cluster` where `address` is `local`, else `joined_cluster`."""
+    return local_cluster(object_store_mib) if address == "local" else joined_cluster(address)
+
+
 @contextmanager
 def local_cluster(object_store_mib: int) -> Iterator[None]:
     """Start a private Ray on 127.0.0.1 and shut it down, with every actor, on the way out.
@@ -46,6 +51,29 @@ def local_cluster(object_store_mib: int) -> Iterator[None]:
 
     try:
         _start_ray(object_store_mib)
+        yield
+    finally:
+        ray.shutdown()
+
+
+@contextmanager
+def joined_cluster(address: str) -> Iterator[None]:
+    """Join the Ray at `address`: HOST:PORT, or `auto`, which finds that of this machine. On the way out the actors that
+    were started end, and Ray goes on.
+
+    Raises ClusterError when there is none.
+    """
+    os.environ.update(_RAY_ENVIRONMENT)
+    import ray
+
+    try:
+        try:
+            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+        except Exception as error:  # Ray has no class for this, and raises several
+            reason = shorten(str(error), 300, placeholder=" ...") or type(error).__name__
+            raise ClusterError(
+                f"cluster.ray_address={address}: no Ray to join: {reason.rstrip('.')}"
+            ) from error
         yield
     finally:
         ray.shutdown()

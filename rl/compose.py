@@ -25,6 +25,7 @@ from learner.config import LearnerConfig
 from rl.config import (
     AlgorithmConfig,
     ArithmeticData,
+    ClusterConfig,
     Config,
     EvaluationConfig,
     FileData,
@@ -62,6 +63,7 @@ _DEFAULTS: dict[tuple[str, str], type] = {
     ("evaluation", "defaults"): EvaluationConfig,
     ("sync", "defaults"): SyncConfig,
     ("logging", "defaults"): LoggingConfig,
+    ("cluster", "defaults"): ClusterConfig,
 }
 
 

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field
 
 from learner.config import LearnerConfig, ObjectiveConfig
+from rl.devices import DEVICES
 from rl.evaluation.benchmarks import BENCHMARKS
 from sampler.config import SamplerConfig, SamplingConfig
 
@@ -157,6 +158,9 @@ class AlgorithmConfig:
     """
 
     prompts_per_iteration: int = 16
+    expected_length: int | None = (
+        None  # mean tokens of prompt and response, for the preflight; None: the limit
+    )
     prompts_per_round: int | None = None  # drawn in one round of sampling; None: prompts_per_iteration
     group_size: int = 8
     updates_per_iteration: int = 1
@@ -188,12 +192,9 @@ class AlgorithmConfig:
         )
         for key in ("prompts_per_iteration", "updates_per_iteration", "max_rounds"):
             _require(getattr(self, key) >= 1, f"algorithm.{key}", getattr(self, key), "at least 1")
-        _require(
-            self.prompts_per_round is None or self.prompts_per_round >= 1,
-            "algorithm.prompts_per_round",
-            self.prompts_per_round,
-            "at least 1",
-        )
+        for key in ("prompts_per_round", "expected_length"):
+            value = getattr(self, key)
+            _require(value is None or value >= 1, f"algorithm.{key}", value, "at least 1")
         _require(
             self.min_groups is None
             or self.updates_per_iteration <= self.min_groups <= self.prompts_per_iteration,
@@ -373,6 +374,52 @@ class SyncConfig:
 
 
 @dataclass(frozen=True)
+class ClusterConfig:
+    """The machines that a run is meant for. But for `ray_address`, for the preflight (`plan=true`) alone."""
+
+    nodes: int = 1
+    gpus_per_node: int = 0  # 0: the CPUs of one machine
+    gpu: str | None = None  # of `rl.devices`
+    memory_gib: float | None = (
+        None  # of each GPU, or without GPUs of the machine; None: as `rl.devices` has it
+    )
+    placement: Literal["colocated", "separate"] = "colocated"  # samplers on the learner's GPUs, or on others
+    ray_address: str = (
+        "local"  # local: a Ray of the run's own on 127.0.0.1; else that of one that is there, or auto
+    )
+
+    def __post_init__(self) -> None:
+        _require(self.nodes >= 1, "cluster.nodes", self.nodes, "at least 1")
+        _require(self.gpus_per_node >= 0, "cluster.gpus_per_node", self.gpus_per_node, "0 or more")
+        _require(bool(self.ray_address), "cluster.ray_address", self.ray_address, "local, auto or HOST:PORT")
+        known = ", ".join(DEVICES)
+        _require(self.gpu is None or self.gpu in DEVICES, "cluster.gpu", self.gpu, f"one of {known}")
+        _require(
+            self.gpus_per_node > 0 or (self.gpu is None and self.nodes == 1),
+            "cluster.gpus_per_node",
+            self.gpus_per_node,
+            "at least 1 with cluster.gpu or several nodes",
+        )
+        _require(
+            self.memory_gib is None or 0 < self.memory_gib < inf,
+            "cluster.memory_gib",
+            self.memory_gib,
+            "more than 0",
+        )
+
+    @property
+    def gpus(self) -> int:
+        return self.nodes * self.gpus_per_node
+
+    @property
+    def memory(self) -> int | None:
+        """Bytes that there are of GPU memory, or of the machine's; None: not known."""
+        if self.memory_gib is not None:
+            return int(self.memory_gib * 2**30)
+        return None if self.gpu is None else DEVICES[self.gpu].memory
+
+
+@dataclass(frozen=True)
 class LoggingConfig:
     """W&B (`offline` writes into the run folder and sends nothing) and the terminal view."""
 
@@ -400,3 +447,4 @@ class Config:
     sync: SyncConfig = field(
         default_factory=SyncConfig
     )  # a saved configuration may be older than this section
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)  # and than this

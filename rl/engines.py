@@ -12,11 +12,14 @@ from kernels.precision_map import PrecisionMap
 from kernels.report import EngineReport
 from rl.actors import CriticActor, LearnerActor, SamplerActor, WeightSyncActor, peak_memory_mib
 from rl.cluster import Remote, start_actor, stop_actor, wait
+from rl.devices import device_of
 from rl.fleet import Fleet
-from rl.models import cached_folder, folder_digest
+from rl.models import cached_folder, folder_digest, model_architecture
 from rl.plan import Plan
 from rl.records.view import RunView
+from rl.rollout import Sequences
 from rl.run_folder import RunFolder
+from rl.usage import Hardware, expert_load
 from rl.warm_start import warm_start
 
 _LEARNER, _CRITIC = "learner", "critic"  # their folders in a checkpoint
@@ -30,6 +33,7 @@ class Engines:
 
     learner: Remote
     weight_sync: Fleet
+    hardware: Hardware
     reference: Remote | None = None
     critic: Remote | None = None
 
@@ -58,6 +62,12 @@ class Engines:
         }
         samplers = max(wait([sampler.later.memory_mib() for sampler in self.samplers]))
         return memory | {"memory/driver": peak_memory_mib(), "memory/sampler": samplers}
+
+    def work(self, sequences: Sequences) -> dict[str, float]:
+        """What the scoring pass over `sequences`, which was the last, had to do, and how it spread over the experts."""
+        counts = self.learner.expert_load()
+        load = {} if counts is None else expert_load(counts)
+        return self.hardware.work(sequences.lengths, int(sequences.loss_mask.sum())) | load
 
     def checkpoint(self, folder: Path) -> None:
         """Write what is trained into `folder`."""
@@ -93,7 +103,20 @@ def start_engines(plan: Plan, folder: RunFolder, view: RunView) -> Engines:
     if config.algorithm.objective.critic is not None:
         critic = _start_critic(plan, model, folder)
     wait([engine.later.ready() for engine in (reference, critic) if engine is not None])
-    return Engines(learner, fleet, reference, critic)
+    return Engines(learner, fleet, _hardware(plan, learner, samplers[0]), reference, critic)
+
+
+def _hardware(plan: Plan, learner: Remote, sampler: Remote) -> Hardware:
+    config = plan.config
+    return Hardware(
+        model_architecture(plan.model),
+        plan.sampler_map,
+        config.sampler,
+        samplers=config.run.samplers,
+        ranks=1,
+        learner=device_of(learner.device_name()),
+        sampler=device_of(sampler.device_name()),
+    )
 
 
 def _start_learner(

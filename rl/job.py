@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rl.checkpoint import Checkpoint, CheckpointStore
-from rl.cluster import local_cluster
+from rl.cluster import open_cluster
 from rl.compose import to_yaml
 from rl.config import Config
 from rl.data.prompts import Prompt
@@ -148,7 +148,7 @@ def open_job(plan: Plan) -> Iterator[Job]:
             plan.reward, config.reward.workers, config.reward.timeout_s, log=folder.path / "rewards.log"
         )
         stack.enter_context(rewards)
-        stack.enter_context(local_cluster(config.run.object_store_mib))
+        stack.enter_context(open_cluster(config.cluster.ray_address, config.run.object_store_mib))
         engines = start_engines(plan, folder, view)
         checkpoints = CheckpointStore(folder.checkpoints, config.run.keep_checkpoints)
         restored, ahead = _restore(checkpoint, engines, plan.task)

@@ -69,7 +69,7 @@ def run_iterations(job: Job, pipeline: Pipeline, progress: Progress) -> None:
             with stages("evaluate"):
                 metrics |= job.answer_benchmarks()
         metrics |= stages.metrics(metrics["tokens/generated"]) | job.engines.memory()
-        job.record(progress.iteration, metrics)
+        job.record(progress.iteration, metrics | job.engines.hardware.usage(metrics))
         if last or progress.iteration % run.checkpoint_every == 0:
             job.save(progress.iteration, asdict(progress), pipeline.ahead)
 
@@ -95,6 +95,7 @@ def iterate(job: Job, pipeline: Pipeline, progress: Progress, stages: Stages) ->
     job.engines.weight_sync.rest()
     with stages("score"):
         scores, reference_logp, values = score(job, sequences)
+    metrics |= job.engines.work(sequences)
     mask = sequences.loss_mask
     metrics |= gap_statistics(scores.logp[mask], sequences.sampler_logp[mask], algorithm.objective)
     metrics["gap/outside_nucleus"] = scores.outside_nucleus[mask].double().mean().item()

@@ -196,6 +196,23 @@ _TABLE: dict[str, list[tuple[str, Reducer, str, str]]] = {
     "tokens": [
         ("tokens/generated", SUM, "tokens", "response tokens sampled"),
         ("tokens/trained", SUM, "tokens", "response tokens in the loss mask"),
+        ("tokens/learner", SUM, "tokens", "tokens of prompts and responses that the learner learns from"),
+        ("work/forward", SUM, "FLOP", "operations of one forward pass over them; see `rl.flops`"),
+    ],
+    "experts": [
+        (
+            "experts/active",
+            ONCE,
+            "share",
+            "experts that a token was sent to in the scoring pass, over all layers",
+        ),
+        ("experts/load_max", ONCE, "", "most tokens that an expert got, relative to the mean of its layer"),
+        (
+            "experts/load_cv",
+            ONCE,
+            "",
+            "standard deviation of the tokens of a layer's experts, relative to their mean; mean over layers",
+        ),
     ],
     "time": [
         ("time/generate", SUM, "s", "sampling; one step off: waiting for it"),
@@ -218,6 +235,20 @@ _TABLE: dict[str, list[tuple[str, Reducer, str, str]]] = {
         ("time/checkpoint", SUM, "s", "writing the checkpoint"),
         ("time/iteration", SUM, "s", "the whole iteration"),
         ("rate/tokens_per_second", ONCE, "tokens/s", "tokens generated per second of the whole iteration"),
+        ("rate/generate", ONCE, "tokens/s", "response tokens a second of sampling, of one sampler"),
+        ("rate/score", ONCE, "tokens/s", "tokens a second of scoring, of one rank of the learner"),
+        ("rate/update", ONCE, "tokens/s", "tokens a second of the updates, of one rank of the learner"),
+    ],
+    "usage": [
+        (
+            "usage/score_mfu",
+            ONCE,
+            "share",
+            "of the device's dense BF16 rate in the scoring pass; see `rl.flops`",
+        ),
+        ("usage/update_mfu", ONCE, "share", "of the device's dense BF16 rate in the updates; see `rl.flops`"),
+        ("usage/decode_bandwidth", ONCE, "share", "of the device's memory bandwidth in sampling, estimated"),
+        ("usage/install_bandwidth", ONCE, "share", "of it while a sync is installed"),
     ],
     "memory": [
         ("memory/driver", MAX, "MiB", "peak resident memory of the driver"),
@@ -247,7 +278,7 @@ _TABLE["benchmark"] = [
     for spec in SPECS
     for quantity, reducer, unit, meaning in _BENCHMARK_ROWS
 ]
-_VOLATILE_SECTIONS = {"time", "memory"}
+_VOLATILE_SECTIONS = {"time", "memory", "usage"}
 
 
 def _rows() -> Iterator[Metric]:

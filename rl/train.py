@@ -19,7 +19,9 @@ _MAY_CHANGE = (
     "run.keep_checkpoints",
     "run.output_dir",
 )
-_MAY_CHANGE_GROUPS = ("logging.",)
+_MAY_CHANGE_GROUPS = ("logging.", "cluster.")
+_PLAN = "plan="  # no key of the configuration: what to do with it
+_NEWEST = "latest"  # of run.resume: the newest run of that name, and a new one where there is none
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -27,10 +29,28 @@ def main(arguments: list[str] | None = None) -> int:
     parser = override_parser(
         "rl.train",
         "Reinforcement learning of an MoE language model with NVFP4 experts in sampler and learner.",
-        f"recipes: {', '.join(recipes())}. Every key that --show-config prints can be set: learner.lr=1e-5",
+        f"recipes: {', '.join(recipes())}. Every key that --show-config prints can be set: learner.lr=1e-5."
+        " plan=true starts nothing: it prints what each rank will hold and what moves, or says what cannot work.",
         "+recipe=NAME group.key=value",
     )
-    return run_command(parser.parse_args(arguments), _load, run, "go on with run.resume=<the run's folder>")
+    options = parser.parse_args(arguments)
+    wishes = [item for item in options.overrides if item.startswith(_PLAN)]
+    options.overrides = [item for item in options.overrides if item not in wishes]
+
+    def load(overrides: list[str]) -> Config:
+        if wrong := [wish for wish in wishes if wish.removeprefix(_PLAN) not in ("true", "false")]:
+            raise ConfigError(f"{wrong[0]}: true or false")
+        return _load(overrides)
+
+    what = _print_plan if f"{_PLAN}true" in wishes else run
+    return run_command(options, load, what, "go on with run.resume=<the run's folder>")
+
+
+def _print_plan(config: Config) -> None:
+    from rl.preflight.report import report
+    from rl.preflight.run import preflight
+
+    print(report(preflight(config)))
 
 
 def run(config: Config) -> None:
@@ -51,6 +71,12 @@ def run(config: Config) -> None:
 def _load(overrides: list[str]) -> Config:
     """The configuration asked for; a resumed run has its own, in which only some keys may change."""
     resume = [item.partition("=")[2] for item in overrides if item.startswith("run.resume=")]
+    if resume and resume[-1] == _NEWEST:
+        overrides = [item for item in overrides if not item.startswith("run.resume=")]
+        run = load_config(overrides).run
+        newest = Path(run.output_dir) / run.name / _NEWEST
+        resume = [str(newest.resolve())] if newest.is_dir() else []
+        overrides += [f"run.resume='{folder}'" for folder in resume]
     if not resume:
         return load_config(overrides)
     saved_file = RunFolder.open(Path(resume[-1])).config

@@ -41,18 +41,30 @@ def resolve_maps(config: SpecConfig, layers: int) -> tuple[PrecisionMap, Precisi
 
 def check_against_model(config: Config, model: Architecture) -> None:
     """Raise ConfigError unless the model fits the specification, the layout and the engines' limits."""
-    problems = list(_model_problems(config, model))
+    problems = [*model_problems(config, model), *_start_problems(config)]
     if problems:
         raise ConfigError("; ".join(problems))
 
 
-def _model_problems(config: Config, model: Architecture) -> Iterator[str]:
+def _start_problems(config: Config) -> Iterator[str]:
+    """What this machine, or this version, cannot start, whatever another could."""
+    for key in ("data_parallel", "tensor_parallel", "expert_parallel", "pipeline_parallel"):
+        if (value := getattr(config.learner, key)) != 1:
+            yield f"learner.{key}={value}: must be 1, a run starts one learner (plan=true plans for more)"
+    if config.learner.recompute:
+        yield "learner.recompute=True: must be False, the learner keeps all activations (plan=true plans for it)"
+    if (ranks := config.sampler.tensor_parallel) != 1:
+        yield f"sampler.tensor_parallel={ranks}: must be 1, an engine has one process (plan=true plans for more)"
+    if config.sync.transport == "cuda_ipc" and not torch.cuda.is_available():
+        yield "sync.transport=cuda_ipc: needs a GPU that learner and samplers share, and there is none"
+
+
+def model_problems(config: Config, model: Architecture) -> Iterator[str]:
+    """Where the configuration and `model` do not fit each other on any machine."""
     multiple = max(spec.width_multiple for spec in resolve_specs(config.spec))
     for width, value in (("hidden size", model.hidden), ("expert FFN width", model.expert_ffn)):
         if value % multiple:
             yield f"spec.name={config.spec.name}: the model's {width} {value} is not a multiple of {multiple}"
-    if config.learner.data_parallel != 1:
-        yield (f"learner.data_parallel={config.learner.data_parallel}: must be 1, a run starts one learner")
     critic = config.algorithm.objective.critic
     if critic is not None and critic.warmup_iterations >= config.run.iterations:
         yield (
@@ -82,8 +94,6 @@ def _model_problems(config: Config, model: Architecture) -> Iterator[str]:
             f"sampler.sleep={config.sampler.sleep}: the samplers are at work while the learner is, with"
             f" algorithm.pipeline={config.algorithm.pipeline}"
         )
-    if config.sync.transport == "cuda_ipc" and not torch.cuda.is_available():
-        yield "sync.transport=cuda_ipc: needs a GPU that learner and samplers share, and there is none"
     if config.learner.dtype != config.sampler.dtype and not config.spec.allow_difference:
         yield (
             f"learner.dtype={config.learner.dtype} and sampler.dtype={config.sampler.dtype} differ;"

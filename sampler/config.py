@@ -19,6 +19,7 @@ class SamplerConfig:
     """
 
     dtype: str = "float32"  # of weights and activations outside the experts
+    tensor_parallel: int = 1  # ranks of one engine
     max_model_len: int = 1024  # tokens of prompt and response together
     max_num_seqs: int = 128  # sequences that are decoded together
     max_num_batched_tokens: int = 4096  # tokens of one forward pass; prompts are not cut
@@ -34,6 +35,7 @@ class SamplerConfig:
     def __post_init__(self) -> None:
         check = checker(self)
         check("dtype", lambda v: v in DTYPES, f"must be one of {', '.join(DTYPES)}")
+        check("tensor_parallel", lambda v: v >= 1, "must be at least 1")
         check("max_model_len", lambda v: v >= 2, "must be at least 2: one token of prompt, one of response")
         check("max_num_seqs", lambda v: v >= 1, "must be at least 1")
         check(

@@ -21,6 +21,10 @@ BLOCK_SIZE = 32  # tokens in a block of the cache: the smallest it takes, as pro
 
 def check_model(model_dir: Path, precision_map: PrecisionMap, config: SamplerConfig) -> None:
     """Raises ValueError, naming value and rule, when the engine could not run this."""
+    if config.tensor_parallel != 1:
+        raise ValueError(
+            f"SamplerConfig.tensor_parallel={config.tensor_parallel} must be 1: the engine has one process"
+        )
     if not (model_dir / "config.json").is_file():
         raise ValueError(f"{model_dir} is not a model folder: it holds no config.json")
     model = json.loads((model_dir / "config.json").read_text())

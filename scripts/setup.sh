@@ -13,8 +13,8 @@ fail() { echo "setup: $*" >&2; exit 2; }
 find_python() {
     local candidate
     for candidate in "${PYTHON:-}" python3.11 python3 python; do
-        [[ -n "$candidate" ]] && command -v "$candidate" >/dev/null 2>&1 || continue
-        if "$candidate" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null; then
+        if [[ -n "$candidate" ]] \
+            && "$candidate" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null; then
             echo "$candidate"; return
         fi
     done

@@ -10,5 +10,7 @@ ruff check .
 ruff format --check .
 lint-imports
 mypy
+shellcheck .ci/run scripts/*.sh scripts/cluster/*.sbatch
+hadolint docker/Dockerfile docker/Dockerfile.cpu
 # A process for each of at most four cores; the tests of a file stay together, since they share engines.
 exec env OMP_NUM_THREADS=1 python -m pytest --numprocesses=auto --maxprocesses=4 --dist=loadfile --no-loadscope-reorder "$@"

@@ -171,15 +171,19 @@ class Unfused:
         grouped_gemm(GroupedOperand(None, None, decoded, ones, bad), matrix, groups, out=out)
         return out.mul_(outer)
 
-    def forward(self) -> torch.Tensor:
+    def steps(self) -> tuple[ExpertGroups, Saved, torch.Tensor]:
         own, matrices = self.problem, self.weights.ours
         groups = group(own.ids, len(self.weights.w13))
         token = (groups.slot_of_row // own.ids.shape[1]).clamp_(min=0)
         fc1 = self._product(own.x.index_select(0, token), matrices.w13, groups)
         gate, up = fc1.chunk(2, dim=1)
-        fc2 = self._product(torch.nn.functional.silu(gate) * up, matrices.w2, groups)
+        act = torch.nn.functional.silu(gate) * up
+        fc2 = self._product(act, matrices.w2, groups)
         slots = fc2.index_select(0, groups.row_of_slot.flatten()).view(*own.ids.shape, -1)
-        return (slots * own.p[..., None]).sum(1).bfloat16()
+        return groups, Saved(own.x, fc1, act, fc2), (slots * own.p[..., None]).sum(1).bfloat16()
+
+    def forward(self) -> torch.Tensor:
+        return self.steps()[2]
 
 
 def vllm_experts(problem: Problem | None, weights: Weights) -> Callable[[], object] | None:

@@ -28,9 +28,9 @@ from learner.config import CorrectionConfig, CriticConfig, KLConfig, LearnerConf
         ("micro_batch_tokens", 0),
         ("logits_bytes", 0),
         ("data_parallel", 0),
-        ("tensor_parallel", 2),
-        ("expert_parallel", 2),
-        ("pipeline_parallel", 2),
+        ("tensor_parallel", 0),
+        ("expert_parallel", 0),
+        ("pipeline_parallel", 0),
     ],
 )
 def test_learner_config_names_field_value_and_rule(field: str, value: object) -> None:

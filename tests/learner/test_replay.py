@@ -68,6 +68,20 @@ def test_the_experts_are_those_replayed(model_folder: MakeFolder, sequences: Seq
         assert torch.equal(taken[known], given[known])
 
 
+def test_the_load_of_the_experts_is_that_of_the_routes(
+    model_folder: MakeFolder, sequences: Sequences
+) -> None:
+    policy = make_policy(model_folder)
+    routes = policy.score(*sequences, temperature=1.0, return_routes=True).routes
+    assert routes is not None
+    layers = [routes[:, :, layer][routes[:, :, layer] != NO_ROUTE] for layer in range(LAYERS)]
+    counts = torch.stack([torch.bincount(chosen.long(), minlength=EXPERTS) for chosen in layers])
+    load = policy.expert_load()
+    assert load is not None and torch.equal(load, counts)
+    assert int(load.sum()) == LAYERS * TOP_K * int(sequences[1].sum())
+    assert policy.expert_load() is None
+
+
 def test_replay_of_the_own_choices_changes_no_bit(model_folder: MakeFolder, sequences: Sequences) -> None:
     policy = make_policy(model_folder, "minite")
     scores = policy.score(*sequences, 1.0, return_routes=True)

@@ -53,7 +53,7 @@ WRONG = {
     "group of one": ([TINY, "algorithm.group_size=1"], "algorithm.group_size=1"),
     "indivisible batch": ([TINY, "algorithm.updates_per_iteration=5"], "algorithm.updates_per_iteration=5"),
     "floor above the batch": ([TINY, "algorithm.min_groups=99"], "algorithm.min_groups=99"),
-    "parallel learner": ([TINY, "learner.expert_parallel=3"], "expert_parallel=3"),
+    "parallel learner": ([TINY, "learner.expert_parallel=0"], "expert_parallel=0"),
     "temperature": ([TINY, "algorithm.sampling.temperature=-1"], "temperature=-1"),
     "unknown W&B mode": ([TINY, "logging.wandb=sometimes"], "logging.wandb='sometimes'"),
     "folder without path": ([TINY, "model=folder"], "model.path"),

@@ -90,8 +90,10 @@ class FakeJob:
             learner=FakeLearner(0.1),
             reference=FakeLearner(-0.3) if algorithm.needs_reference else None,
             critic=FakeCritic() if algorithm.objective.critic is not None else None,
-            weight_sync=SimpleNamespace(sync=lambda version: {}),
+            weight_sync=SimpleNamespace(sync=lambda version: {}, rest=lambda: None),
             memory=lambda: {"memory/driver": 1.0},
+            work=lambda sequences: {"tokens/learner": int(sequences.lengths.sum())},
+            hardware=SimpleNamespace(usage=lambda metrics: {}),
         )
 
     def generate(self, prompts: list[int], samples: int, purpose: str, sampling: SamplingConfig) -> list[int]:

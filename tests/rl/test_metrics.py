@@ -136,4 +136,4 @@ def test_every_row_is_described() -> None:
     for row in METRICS.values():
         assert row.meaning and not row.meaning.endswith("."), row
         assert "/" in row.name and row.name == row.name.strip()
-        assert row.volatile == (row.name.split("/")[0] in ("time", "rate", "memory"))
+        assert row.volatile == (row.name.split("/")[0] in ("time", "rate", "memory", "usage"))

@@ -1,0 +1,113 @@
+"""Bytes of what autograd saves in the learner's forward pass, and of what is made on the way.
+
+Counted operation by operation from `learner.model`, `learner.modules`, `learner.moe` and `kernels.autograd`; the tests
+compare with what autograd does save. T tokens are packed without padding; attention alone sees them padded, which is
+bounded by `micro_batch_tokens` as well.
+"""
+
+from __future__ import annotations
+
+from kernels.experts import TORCH_TYPE
+from kernels.precision_map import PrecisionMap
+from kernels.spec import ExecutionSpec, RouterPosition
+from learner.config import LearnerConfig
+from learner.families.architecture import Architecture
+from rl.preflight.layout import Layout
+from sampler.config import SamplerConfig
+
+_ROW_BLOCK = 128  # to which the Triton kernels pad the rows of an expert
+_SIZE = {"float32": 4, "bfloat16": 2}
+
+
+def layer_bytes_per_token(
+    model: Architecture, spec: ExecutionSpec, dtype: str, *, gpu: bool, padding: float = 1.0, tensor: int = 1
+) -> float:
+    """Saved by one decoder layer under `spec`. padding: padded tokens a token, in attention; tensor: ranks
+    that share out heads, and, outside attention, tokens (sequence parallelism).
+    """
+    e, hidden = _SIZE[dtype], model.hidden
+    queries, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
+    attention = (
+        4 * e * model.head_dim  # sines and cosines, for queries and keys
+        + padding * (e * (2 * queries + 2 * keys) + 4 * model.heads)  # q, k, v, output, and its log-sum-exp
+        + e * queries  # output projection's input
+    )
+    if model.qk_norm:
+        attention += _norm(queries, model.heads, e, gpu) + _norm(keys, model.kv_heads, e, gpu)
+        if gpu or dtype == "float32":  # saved without a conversion, the keys are a view of all three
+            attention += e * (queries + keys)
+    elsewhere = (
+        2 * _norm(hidden, 1, e, gpu) + e * hidden
+    )  # norms, and the input of the query-key-value projection
+    return (attention + elsewhere + _moe_bytes(model, spec)) / tensor
+
+
+def _norm(width: int, vectors: int, e: int, gpu: bool) -> int:
+    """Of RMS norms of `vectors` vectors of `width` in all. On a GPU one kernel saves its input and the roots; on a CPU
+    the norm is made of operations that save the input and the normalised values in FP32.
+    """
+    return e * width + 4 * vectors if gpu else 8 * width + 4 * vectors
+
+
+def _moe_bytes(model: Architecture, spec: ExecutionSpec) -> int:
+    """Router and experts. The router computes in FP32; experts save what they compute in the spec's operand type."""
+    k, experts, hidden, ffn = model.experts_per_token, model.experts, model.hidden, model.expert_ffn
+    router = 4 * hidden  # its input in FP32
+    router += (8 + 4) * experts + (
+        8 + 4
+    ) * k  # sorted routing map, coefficients; chosen experts and their softmax
+    router += (8 + 4 + 4) * k  # slots: ids, and coefficients before and after they are sorted
+    slot = 2 * ffn + ffn  # FC1 and SwiGLU
+    if spec.router_position is RouterPosition.FC2_OUTPUT:
+        slot += hidden  # FC2, for the gradient of the coefficient that multiplies it
+    return router + TORCH_TYPE[spec.operand].itemsize * (hidden + k * slot)
+
+
+def saved_bytes(
+    model: Architecture, specs: PrecisionMap, config: LearnerConfig, layout: Layout, stage: int
+) -> int:
+    """Of the micro-batches that are in flight on a rank of pipeline stage `stage`, whose layers have these specs, under
+    the 1F1B schedule: as many as stages follow, itself included (Narayanan et al. 2021, arXiv 2104.04473). With
+    `recompute` each of them keeps its layers' inputs, and one layer at a time has the rest.
+    """
+    e, gpu = _SIZE[config.dtype], config.device.startswith("cuda")
+    in_flight, per_token = layout.pipeline - stage, []
+    for spec in specs.layers:
+        layer = layer_bytes_per_token(model, spec, config.dtype, gpu=gpu, tensor=layout.tensor)
+        per_token.append(layer + 8 * 3 * model.experts_per_token)  # the order of the slots, int64
+    each = [own * config.micro_batch_tokens for own in per_token]
+    if gpu:
+        padding = _padding_rows(model, layout) * 2 * (3 * model.expert_ffn + model.hidden)
+        each = [own + padding for own in each]
+    last = _norm(model.hidden, 1, e, gpu) * config.micro_batch_tokens
+    if config.recompute:
+        inputs = len(each) * e * model.hidden * config.micro_batch_tokens // layout.tensor
+        return int(in_flight * (inputs + last) + max(each))
+    return int(in_flight * (sum(each) + last))
+
+
+def backward_bytes(model: Architecture, config: LearnerConfig, layout: Layout, backend: str) -> int:
+    """What the backward of one expert layer makes: of every slot the gradients of FC2's and SwiGLU's outputs and of
+    FC1's, the inputs, and the gradient of the inputs, in bfloat16 (`kernels.triton.backward`).
+    """
+    rows = config.micro_batch_tokens * model.experts_per_token // layout.tensor
+    if config.device.startswith("cuda"):
+        rows += _padding_rows(model, layout)
+    return 2 * rows * (3 * model.hidden + 3 * model.expert_ffn)
+
+
+def forward_bytes(model: Architecture, config: SamplerConfig) -> int:
+    """Of a sampler's largest forward pass: one layer's intermediates, or the FP32 logits of all sequences with their
+    log-softmax and a copy.
+    """
+    e, tokens, tensor = _SIZE[config.dtype], config.max_num_batched_tokens, config.tensor_parallel
+    slots = tokens * model.experts_per_token
+    experts = 2 * slots * (3 * model.expert_ffn + 2 * model.hidden)
+    attention = e * tokens * (2 * model.heads + 2 * model.kv_heads) * model.head_dim // tensor
+    logits = 3 * 4 * config.max_num_seqs * model.vocab // tensor
+    return 4 * e * tokens * model.hidden + max(experts, attention, logits)
+
+
+def _padding_rows(model: Architecture, layout: Layout) -> int:
+    """Most rows that padding every expert to whole blocks adds."""
+    return model.experts // layout.expert * (_ROW_BLOCK - 1)

@@ -1,0 +1,131 @@
+"""What cannot work, with the numbers that say why. Nothing here starts anything or looks at this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from learner.families.architecture import Architecture
+from rl.config import Config
+from rl.preflight.batch import Batch
+from rl.preflight.layout import Layout, layout_problems
+from rl.preflight.memory import Memory, cache_bytes_per_token
+
+GIB = 2**30
+
+
+def gib(size: float) -> str:
+    """Bytes as GiB, or as MiB where they are few."""
+    value = size / GIB
+    return (
+        f"{value:.0f} GiB"
+        if value >= 100
+        else f"{value:.1f} GiB"
+        if value >= 1
+        else f"{value * 1024:.1f} MiB"
+    )
+
+
+def placement_problems(config: Config, layout: Layout) -> Iterator[str]:
+    """Ranks that do not fit the GPUs that there are."""
+    cluster, samplers, tensor = config.cluster, config.run.samplers, config.sampler.tensor_parallel
+    sampling = samplers * tensor
+    if not cluster.gpus:
+        return
+    there = (
+        f"{cluster.gpus} GPUs (cluster.nodes={cluster.nodes} x cluster.gpus_per_node={cluster.gpus_per_node})"
+    )
+    samplers_said = f"run.samplers={samplers} x sampler.tensor_parallel={tensor}"
+    if config.learner.device == "cpu":
+        yield f"learner.device=cpu: the run is meant for {there}"
+    if cluster.placement == "separate" and layout.ranks + sampling != cluster.gpus:
+        yield (
+            f"cluster.placement=separate: {layout.ranks} ranks of the learner ({layout}) and {sampling} of samplers"
+            f" ({samplers_said}) must be {there}"
+        )
+    if cluster.placement == "colocated":
+        if layout.ranks != cluster.gpus:
+            yield f"cluster.placement=colocated: {layout.ranks} ranks of the learner ({layout}) must be {there}"
+        if sampling > cluster.gpus:
+            yield f"{samplers_said}: {sampling} ranks of samplers are more than {there}"
+        if config.algorithm.pipeline == "one_step_off":
+            yield (
+                "algorithm.pipeline=one_step_off: colocated engines take turns; cluster.placement=separate lets both"
+                " work at once"
+            )
+    if tensor > cluster.gpus_per_node:
+        yield f"sampler.tensor_parallel={tensor} is more than cluster.gpus_per_node={cluster.gpus_per_node}"
+    if layout.tensor > cluster.gpus_per_node:
+        yield f"learner.tensor_parallel={layout.tensor} is more than cluster.gpus_per_node={cluster.gpus_per_node}"
+    if config.sync.transport == "cuda_ipc" and (cluster.placement == "separate" or cluster.nodes > 1):
+        yield (
+            f"sync.transport=cuda_ipc: learner and samplers must share each GPU, and cluster.placement="
+            f"{cluster.placement} over cluster.nodes={cluster.nodes} does not let them"
+        )
+    if config.sync.transport == "process_group" and cluster.nodes > 1 and config.sync.host == "127.0.0.1":
+        yield f"sync.host=127.0.0.1: the other of cluster.nodes={cluster.nodes} cannot reach it"
+
+
+def sampler_problems(config: Config, model: Architecture) -> Iterator[str]:
+    """What a sampler's ranks cannot share out, and sequences that its cache cannot hold."""
+    sampler, tensor = config.sampler, config.sampler.tensor_parallel
+    for what, value in (
+        ("attention heads", model.heads),
+        ("entries of the vocabulary", model.vocab),
+        ("experts", model.experts),
+    ):
+        if value % tensor:
+            yield f"sampler.tensor_parallel={tensor} does not divide the model's {value} {what}"
+    needed = sampler.max_model_len * cache_bytes_per_token(model, sampler, tensor)
+    if needed > sampler.kv_cache_gib * GIB:
+        yield (
+            f"sampler.kv_cache_gib={sampler.kv_cache_gib:g}: keys and values of one sequence of sampler.max_model_len="
+            f"{sampler.max_model_len} take {gib(needed)}"
+        )
+
+
+def batch_problems(config: Config, batch: Batch) -> Iterator[str]:
+    if batch.length > batch.limit:
+        yield f"algorithm.expected_length={batch.length} is more than sampler.max_model_len={batch.limit}"
+    if batch.drawn_a_round * batch.rounds < batch.prompts:
+        yield (
+            f"algorithm.max_rounds={batch.rounds} rounds of algorithm.prompts_per_round={batch.drawn_a_round} prompts"
+            f" cannot fill algorithm.prompts_per_iteration={batch.prompts}"
+        )
+
+
+def memory_problems(
+    config: Config, learner: Memory, others: dict[str, Memory], sampler: Memory
+) -> Iterator[str]:
+    """others: models beside the learner on its ranks, by name."""
+    there = config.cluster.memory
+    if there is None:
+        return
+    learning = learner.total + sum(memory.total for memory in others.values())
+    named = " with ".join(["a rank of the learner", *others])
+    where = (
+        f"the {gib(there)} of a GPU ({config.cluster.gpu or 'cluster.memory_gib'})"
+        if config.cluster.gpus
+        else (f"the machine's {gib(there)}")
+    )
+    if config.cluster.gpus and config.cluster.placement == "separate":
+        for who, needed in ((named, learning), ("a rank of a sampler", sampler.total)):
+            if needed > there:
+                yield f"{who} needs {gib(needed)}, more than {where}"
+        return
+    samplers = sampler.total * (1 if config.cluster.gpus else config.run.samplers)
+    if learning + samplers > there:
+        largest = max(
+            learner.standing | learner.working, key=lambda name: (learner.standing | learner.working)[name]
+        )
+        yield (
+            f"{named} needs {gib(learning)} (most of it for {largest}) and samplers beside it {gib(samplers)},"
+            f" together more than {where}"
+        )
+
+
+def checks(config: Config, model: Architecture, layout: Layout, batch: Batch) -> Iterator[str]:
+    """All but memory, which is only counted where these find nothing."""
+    yield from layout_problems(layout, model, batch.sequences)
+    yield from placement_problems(config, layout)
+    yield from sampler_problems(config, model)
+    yield from batch_problems(config, batch)

@@ -1,0 +1,225 @@
+"""Bytes that one rank of the learner, and one of a sampler, holds at most, by what it holds them for.
+
+Each figure follows from what the code allocates: `learner.optimizer` (FP32 masters, moments and accumulated gradients),
+`learner.moe` (the quantised form beside the masters), `learner.logprobs` (chunks of FP32 logits),
+`sampler.quantization` and `rl.sync` (staged and kept copies). What autograd saves: `rl.preflight.activations`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+from kernels.experts import expert_layout
+from kernels.precision_map import PrecisionMap
+from kernels.quantizer_spec import BlockScaleFormat
+from kernels.spec import ExecutionSpec
+from learner.config import LearnerConfig
+from learner.families.architecture import Architecture
+from rl.preflight import activations
+from rl.preflight.layout import Layout
+from rl.preflight.parameters import Held, count, held_by
+from sampler.config import SamplerConfig
+
+BYTES = {"float32": 4, "bfloat16": 2}
+CONTEXT = 2**30  # of a GPU process: CUDA context, loaded kernels, workspaces of cuBLAS and NCCL; an allowance
+_TILE = 128  # features, and elements, of a tile of packed words
+_LOGITS_AT_ONCE = (
+    5  # logits, scaled logits, their log-softmax, and in backward its gradient and that of the logits
+)
+
+Parts = dict[str, int]
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What a rank holds all the time, and beside that while it works hardest, in bytes by purpose."""
+
+    standing: Parts
+    working: Parts
+
+    @property
+    def total(self) -> int:
+        return sum(self.standing.values()) + sum(self.working.values())
+
+
+@dataclass(frozen=True)
+class ExpertBytes:
+    """stored: what travels and is kept; derived: what a back end makes of it to compute with. Of all layers."""
+
+    stored: int
+    derived: int
+
+
+def expert_bytes(
+    model: Architecture, specs: PrecisionMap, backend: str, experts: int, *, compact: bool = False
+) -> ExpertBytes:
+    """Of `experts` experts in each layer of `specs`, on a machine whose back end for NVFP4 is `backend`. compact: as
+    samplers have them laid out (`kernels.triton.layer.prepare`).
+    """
+    layouts = {spec: _layer_bytes(model, spec, backend, experts, compact) for spec in set(specs.layers)}
+    return ExpertBytes(
+        sum(layouts[spec].stored for spec in specs.layers),
+        sum(layouts[spec].derived for spec in specs.layers),
+    )
+
+
+def layer_backend(spec: ExecutionSpec, backend: str) -> str:
+    """What computes a layer under `spec`: the Triton kernels where they compute it, else the reference."""
+    if backend == "reference":
+        return backend
+    from kernels.triton.layer import check_spec
+
+    try:
+        check_spec(spec)
+    except ValueError:
+        return "reference"
+    return backend
+
+
+def _layer_bytes(
+    model: Architecture, spec: ExecutionSpec, backend: str, experts: int, compact: bool
+) -> ExpertBytes:
+    layout = expert_layout(experts, model.hidden, model.expert_ffn, spec)
+    stored = sum(prod(shape) * dtype.itemsize for shape, dtype in layout.values())
+    if spec.weight is None:
+        return ExpertBytes(stored, 0)
+    matrices = (
+        (2 * model.expert_ffn, model.hidden),
+        (model.hidden, model.expert_ffn),
+    )  # features, elements of each
+    computed_by = layer_backend(spec, backend)
+    if computed_by == "reference":
+        wide = spec.weight.block_scale_format is BlockScaleFormat.E8M0
+        return ExpertBytes(stored, experts * sum((4 if wide else 2) * prod(matrix) for matrix in matrices))
+    native = computed_by == "triton_native"
+    return ExpertBytes(stored, experts * sum(_laid_out(*matrix, native, compact) for matrix in matrices))
+
+
+def _laid_out(features: int, width: int, native: bool, compact: bool) -> int:
+    """Of one expert's matrix; see `kernels.triton.matrix.ExpertMatrix.of`. A native one reads the stored codes."""
+    outer, elements = 4 * features, features * width
+    if native:
+        return outer + elements // 16
+    if features % _TILE or width % _TILE:
+        return outer + 2 * elements
+    return outer + elements // 2 + elements // 16 + (0 if compact else 2 * elements)
+
+
+def learner_memory(
+    model: Architecture,
+    specs: PrecisionMap,
+    config: LearnerConfig,
+    layout: Layout,
+    *,
+    backend: str,
+    keeps_copy: bool = False,
+) -> Memory:
+    """Of the rank that holds most. specs: of the learner; keeps_copy: of what was sent last (`sync.keep`)."""
+    stages = [
+        _stage_memory(model, specs, config, layout, stage, backend, keeps_copy)
+        for stage in range(layout.pipeline)
+    ]
+    return max(stages, key=lambda memory: memory.total)
+
+
+def _stage_memory(
+    model: Architecture,
+    specs: PrecisionMap,
+    config: LearnerConfig,
+    layout: Layout,
+    stage: int,
+    backend: str,
+    keeps_copy: bool,
+) -> Memory:
+    held, size = held_by(model, layout, stage), BYTES[config.dtype]
+    own = _own_layers(specs, layout, stage)
+    local = model.experts // layout.expert
+    experts = expert_bytes(model, own, backend, local)
+    standing = {"weights": size * held.total, **optimizer_bytes(held, config, layout)}
+    standing["quantised experts"] = experts.stored
+    standing["experts decoded or laid out"] = experts.derived
+    if keeps_copy:
+        standing["copy of what was sent"] = experts.stored + size * held.outside
+    working = {
+        "gradients": 4 * held.total,
+        "activations": activations.saved_bytes(model, own, config, layout, stage),
+        "backward of one layer": activations.backward_bytes(model, config, layout, backend),
+        # Made in the parameter's type, then added in FP32.
+        "gradient of a layer's experts": (size + 4 * (size < 4))
+        * 2
+        * local
+        * model.hidden
+        * model.expert_ffn,
+    }
+    if stage == layout.pipeline - 1:
+        working["logits"] = logits_bytes(model, config, layout)
+    if config.device.startswith("cuda"):
+        standing["GPU context"] = CONTEXT
+    return Memory(standing, working)
+
+
+def optimizer_bytes(held: Held, config: LearnerConfig, layout: Layout) -> Parts:
+    """AdamW's two FP32 moments, and FP32 masters: of the slice that a rank has of what other ranks hold too
+    (Rajbhandari et al. 2020, arXiv 1910.02054, stage 1). An FP32 parameter that no other rank holds is its own.
+    """
+    parts = ((held.outside, layout.data), (held.experts, layout.expert_copies))
+    own = sum(-(-size // copies) for size, copies in parts)
+    masters = sum(-(-size // copies) for size, copies in parts if copies > 1 or config.dtype != "float32")
+    return {"FP32 masters": 4 * masters, "AdamW's moments": 8 * own}
+
+
+def logits_bytes(model: Architecture, config: LearnerConfig, layout: Layout) -> int:
+    """Of one chunk of FP32 logits with what is made of it, and of the output layer in FP32 with its gradient."""
+    vocab = model.vocab // layout.tensor
+    rows = min(config.logits_bytes // (4 * vocab) or 1, config.micro_batch_tokens)
+    widened = vocab * model.hidden * (8 if config.dtype != "float32" else 4)
+    return _LOGITS_AT_ONCE * 4 * rows * vocab + widened
+
+
+def _own_layers(specs: PrecisionMap, layout: Layout, stage: int) -> PrecisionMap:
+    counts = [layout.layers_of(index, len(specs.layers)) for index in range(layout.pipeline)]
+    start = sum(counts[:stage])
+    return PrecisionMap(specs.layers[start : start + counts[stage]])
+
+
+def sampler_memory(
+    model: Architecture,
+    specs: PrecisionMap,
+    config: SamplerConfig,
+    *,
+    backend: str,
+    gpu: bool,
+    operands: bool = False,
+) -> Memory:
+    """Of one rank of a sampler, with its share of heads, vocabulary and experts. operands: whether experts travel
+    before they are quantised (`sync.codec=bf16`).
+    """
+    found, size, tensor = count(model), BYTES[config.dtype], config.tensor_parallel
+    outside = size * (
+        (found.embedding + found.output + found.layers * found.layer.attention) // tensor
+        + found.final_norm
+        + found.layers * (found.layer.router + found.layer.norms)
+    )
+    experts = expert_bytes(model, specs, backend, model.experts // tensor, compact=True)
+    travelling = 2 * found.experts // tensor if operands else experts.stored
+    standing = {
+        "weights outside the experts": outside,
+        "quantised experts": experts.stored,
+        "experts decoded or laid out": experts.derived,
+        "keys and values": int(config.kv_cache_gib * 2**30),
+    }
+    working = {
+        "staged in a weight sync": outside + travelling,
+        "activations": activations.forward_bytes(model, config),
+    }
+    if gpu:
+        standing["GPU context"] = CONTEXT
+    # A sync and a forward pass do not happen at once.
+    largest = max(working, key=lambda name: working[name])
+    return Memory(standing, {largest: working[largest]})
+
+
+def cache_bytes_per_token(model: Architecture, config: SamplerConfig, tensor: int) -> int:
+    """Keys and values of one token on one rank."""
+    return 2 * model.layers * -(-model.kv_heads // tensor) * model.head_dim * BYTES[config.dtype]

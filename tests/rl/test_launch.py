@@ -1,0 +1,89 @@
+"""Launch: going on with the newest run, and files beside the code that hold commands."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from rl.compose import load_config, to_yaml
+from rl.config import Config
+from rl.errors import ConfigError
+from rl.preflight.run import preflight
+from rl.run_folder import RunFolder
+from rl.train import _load
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def created(config: Config, output: Path) -> RunFolder:
+    config = replace(config, run=replace(config.run, output_dir=str(output)))
+    return RunFolder.create(output, config.run.name, to_yaml(config))
+
+
+def test_latest_is_a_new_run_where_there_is_none(tmp_path: Path):
+    assert _load(["+recipe=tiny", f"run.output_dir={tmp_path}", "run.resume=latest"]).run.resume is None
+
+
+def test_latest_goes_on_with_the_newest_run_of_that_name(tmp_path: Path):
+    own = ["+recipe=tiny", f"run.output_dir={tmp_path}"]
+    created(load_config(own), tmp_path)
+    newest = created(load_config(own), tmp_path)
+    assert _load([*own, "run.resume=latest"]).run.resume == str(newest.path)
+    assert _load([*own, "run.resume=latest", "run.name=other"]).run.resume is None
+    assert _load([*own, "run.resume=latest", "run.iterations=7"]).run.iterations == 7
+    with pytest.raises(ConfigError, match=r"cannot change learner\.lr"):
+        _load([*own, "run.resume=latest", "learner.lr=1e-3"])
+
+
+def overrides(command: str) -> list[str]:
+    return [word for word in command.split() if re.match(r"\+?[\w.]+=", word)]
+
+
+def test_the_job_for_kubernetes_is_one_that_can_work():
+    [job] = yaml.safe_load_all((ROOT / "scripts/cluster/kuberay.yaml").read_text())
+    words = overrides(job["spec"]["entrypoint"])
+    assert "run.resume=latest" in words
+    words = [word.replace("$RAY_NODE_IP_ADDRESS", "10.0.0.1") for word in words]
+    found = preflight(load_config([word for word in words if not word.startswith("run.resume=")]))
+    ray = job["spec"]["rayClusterSpec"]
+    groups = [ray["headGroupSpec"], *ray["workerGroupSpecs"]]
+    gpus = [
+        container["resources"]["limits"]["nvidia.com/gpu"]
+        for group in groups
+        for container in containers(group)
+    ]
+    assert gpus == [found.config.cluster.gpus_per_node] * found.config.cluster.nodes
+    lock = (ROOT / "requirements-gpu.lock").read_text()
+    assert f"ray=={ray['rayVersion']}\n" in lock
+
+
+def containers(group: dict[str, Any]) -> list[dict[str, Any]]:
+    return group["template"]["spec"]["containers"]
+
+
+def test_images_are_those_that_the_compose_file_builds():
+    services = yaml.safe_load((ROOT / "docker/compose.yaml").read_text())["services"]
+    for service in services.values():
+        assert (ROOT / service["build"]["dockerfile"]).is_file()
+    [job] = yaml.safe_load_all((ROOT / "scripts/cluster/kuberay.yaml").read_text())
+    image = containers(job["spec"]["rayClusterSpec"]["headGroupSpec"])[0]["image"]
+    assert image == services["gpu"]["image"]
+
+
+@pytest.mark.parametrize("name", ["Dockerfile", "Dockerfile.cpu"])
+def test_base_images_are_pinned_by_digest(name: str):
+    bases = re.findall(r"^FROM (\S+)", (ROOT / "docker" / name).read_text(), re.MULTILINE)
+    assert bases and all(re.search(r":[\w.-]+@sha256:[0-9a-f]{64}$", base) for base in bases)
+
+
+def test_the_gpu_lock_holds_what_the_image_promises():
+    pins = dict(re.findall(r"^([\w.-]+)==(\S+)$", (ROOT / "requirements-gpu.lock").read_text(), re.MULTILINE))
+    at_least = {"torch": (2, 13), "vllm": (0, 32), "megatron-core": (0, 16, 1), "transformer-engine": (2, 20)}
+    for package, version in at_least.items():
+        assert tuple(int(part) for part in pins[package].split(".")[:3]) >= version
+    assert any(package.startswith("nvidia-") and package.endswith("-cu13") for package in pins)
