@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from kernels.experts import TORCH_TYPE
@@ -17,9 +19,19 @@ def combine(
 
     Coefficients that the spec multiplies ahead of FC2 are in the rows already.
     """
-    slots, coefficients = routing.by_token(fc2), cast_coefficients(topk_weights, spec)
+    return combine_slots(routing.by_token(fc2), routing.expert_order, topk_weights, spec)
+
+
+def combine_slots(
+    slots: torch.Tensor,
+    expert_order: Callable[[], torch.Tensor],
+    topk_weights: torch.Tensor,
+    spec: ExecutionSpec,
+) -> torch.Tensor:
+    """As `combine`, of FC2 rows [T, k, H]; expert_order: gives `Routing.expert_order`, where the spec needs it."""
+    coefficients = cast_coefficients(topk_weights, spec)
     if spec.combine is Combine.EXPERT_ORDER:
-        order = routing.expert_order()
+        order = expert_order()
         slots = slots.take_along_dim(order[:, :, None], 1)
         coefficients = coefficients.gather(1, order)
     if spec.combine is Combine.SLOT_ORDER_FMA:
