@@ -22,11 +22,15 @@ _INDEX = {operand: index for index, operand in enumerate(Operand)}
 
 
 class NonFiniteGuard:
-    """Counts, for one layer, the rows that hold values that are not finite, by operand and expert."""
+    """Counts, for one layer, the rows that hold values that are not finite, by operand and expert.
 
-    def __init__(self, layer: int, num_experts: int) -> None:
+    first_expert: the number, in messages, of expert 0, where others own those before.
+    """
+
+    def __init__(self, layer: int, num_experts: int, first_expert: int = 0) -> None:
         self.layer = layer
         self.num_experts = num_experts
+        self.first_expert = first_expert
         self._counts: torch.Tensor | None = None  # int64 [operands, E], on the device of the first rows
 
     def record(self, operand: Operand, bad_rows: torch.Tensor, experts: torch.Tensor | int) -> None:
@@ -61,7 +65,8 @@ class NonFiniteGuard:
     def _describe(self, counts: list[list[int]]) -> str:
         parts = []
         for operand, per_expert in zip(Operand, counts, strict=True):
-            experts = [f"{expert} ({count} rows)" for expert, count in enumerate(per_expert) if count]
+            numbered = enumerate(per_expert, self.first_expert)
+            experts = [f"{expert} ({count} rows)" for expert, count in numbered if count]
             if experts:
                 parts.append(f"{operand} of expert {', '.join(experts)}")
         return f"layer {self.layer}: {'; '.join(parts)}"

@@ -33,10 +33,13 @@ class LearnerConfig:
     warmup_steps: int = 0  # steps over which the learning rate rises linearly to `lr`
     micro_batch_tokens: int = 8192  # in one micro-batch, padding counted, which attention alone sees
     logits_bytes: int = 256 * 1024 * 1024  # bound on one chunk of FP32 logits
-    data_parallel: int = 1  # processes that share out each mini-batch; see `learner.data_parallel`
-    tensor_parallel: int = 1
-    expert_parallel: int = 1
-    pipeline_parallel: int = 1
+    data_parallel: int = 1  # replicas that share out each mini-batch; see `learner.layout` for these four
+    tensor_parallel: int = 1  # processes among which attention and embeddings of a layer are cut
+    expert_parallel: int = (
+        1  # processes, of tensor_parallel x data_parallel, that share out a layer's experts
+    )
+    pipeline_parallel: int = 1  # stages into which the layers are cut
+    context_parallel: int = 1
     recompute: bool = False  # keep only layers' inputs for the gradient, and compute activations again
 
     def __post_init__(self) -> None:
@@ -54,6 +57,16 @@ class LearnerConfig:
         check("logits_bytes", lambda v: v >= 1, "must be at least 1")
         for name in ("data_parallel", "tensor_parallel", "expert_parallel", "pipeline_parallel"):
             check(name, lambda v: v >= 1, "must be at least 1")
+        check(
+            "context_parallel",
+            lambda v: v == 1,
+            "must be 1: a sequence is not cut; tensor_parallel cuts tokens",
+        )
+
+    @property
+    def processes(self) -> int:
+        """How many share the model."""
+        return self.tensor_parallel * self.pipeline_parallel * self.data_parallel
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 
-from learner.mapping import Rule
+from learner.layout import Box
+from learner.mapping import Rule, is_expert
 
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 _SHOWN = 20  # problems named in one message
@@ -19,6 +21,24 @@ def to_megatron(
 
     shapes: of the Megatron parameters. Raises ValueError naming missing, unexpected and mis-shaped tensors.
     """
+    check_fits(hf_state, rules, shapes)
+    return {rule.megatron: rule.merge([hf_state[name] for name in rule.hf]) for rule in rules}
+
+
+def block_of(hf_state: Mapping[str, torch.Tensor], rule: Rule, box: Box) -> torch.Tensor:
+    """The block `box` of one Megatron parameter; of experts, no others are read."""
+    if is_expert(rule.megatron):
+        rule = rule.of_experts(box.start[0], box.shape[0])
+        box = Box((0, *box.start[1:]), box.shape)
+    return rule.merge([hf_state[name] for name in rule.hf])[box.slices]
+
+
+def check_fits(
+    hf_state: Mapping[str, torch.Tensor], rules: Sequence[Rule], shapes: Mapping[str, torch.Size]
+) -> None:
+    """Raise ValueError as `to_megatron` does. Reads no tensor of a state that knows shapes (`folders.FolderState`)."""
+    known = getattr(hf_state, "shapes", None)
+    stored: Mapping[str, Any] = known if known is not None else {n: t.shape for n, t in hf_state.items()}
     expected = hf_shapes(rules, shapes)
     unexpected = hf_state.keys() - expected.keys()
     # A tied head may be stored as well, as long as it is the embedding.
@@ -28,12 +48,11 @@ def to_megatron(
     for name, shape in expected.items():
         if name not in hf_state:
             problems.append(f"{name} is missing")
-        elif hf_state[name].shape != shape:
-            problems.append(f"{name} has shape {tuple(hf_state[name].shape)}, expected {tuple(shape)}")
+        elif tuple(stored[name]) != tuple(shape):
+            problems.append(f"{name} has shape {tuple(stored[name])}, expected {tuple(shape)}")
     if problems:
         more = [f"and {len(problems) - _SHOWN} more"] if len(problems) > _SHOWN else []
         raise ValueError("the checkpoint does not fit the model: " + "; ".join(problems[:_SHOWN] + more))
-    return {rule.megatron: rule.merge([hf_state[name] for name in rule.hf]) for rule in rules}
 
 
 def to_hf(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,15 +9,11 @@ import torch
 import torch.nn.functional as F
 
 from kernels.precision_map import PrecisionMap
-from learner.batch import Totals, TrainBatch, cut
+from learner.batch import Totals, TrainBatch
 from learner.config import CriticConfig, LearnerConfig
 from learner.model import ValueModel
-from learner.packing import Packing
-from learner.runtime import deterministic
-from learner.trainable import Trainable
+from learner.trainable import Part, Trainable
 from learner.value_loss import value_loss
-
-_OUTPUT_LAYER = "lm_head.weight"
 
 
 class Critic(Trainable):
@@ -33,6 +28,7 @@ class Critic(Trainable):
     """
 
     model_class = ValueModel
+    left_out = frozenset({"lm_head.weight"})
     model: ValueModel
 
     def __init__(
@@ -55,12 +51,14 @@ class Critic(Trainable):
         """
         self._check_sequences(tokens, lengths, loss_mask)
         values = torch.zeros(tokens.shape, dtype=torch.float32)
-        with torch.no_grad(), deterministic(), self._guarded():
-            for rows in cut(lengths, self.config.micro_batch_tokens):
-                width = int(lengths[rows].max())
-                parts = (tokens[rows, :width], lengths[rows], loss_mask[rows, :width])
-                values[rows, :width] = self._values(*(part.to(self.device) for part in parts)).cpu()
-        return values
+
+        def keep(states: torch.Tensor, part: Part, rows: torch.Tensor) -> None:
+            found = self._values(states, part.loss_mask)
+            if self.ranks.speaks:
+                values[rows, : found.shape[1]] = found.cpu()
+
+        self._each(tokens, lengths, loss_mask, keep)
+        return self.ranks.merge(values)
 
     def update(self, batch: TrainBatch) -> dict[str, float]:
         """One optimiser step over the whole mini-batch on the clipped loss of `learner.value_loss`.
@@ -72,28 +70,22 @@ class Critic(Trainable):
         if batch.old_values is None or batch.returns is None:
             raise ValueError("a critic learns from old_values and returns, which the batch does not have")
 
-        def loss(part: TrainBatch, totals: Totals) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        def loss(
+            states: torch.Tensor, part: TrainBatch, totals: Totals
+        ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
             assert part.old_values is not None and part.returns is not None
-            values = self._values(part.tokens, part.lengths, part.loss_mask)
+            values = self._values(states, part.loss_mask)
             return value_loss(
                 values, part.old_values, part.returns, part.loss_mask, totals.tokens, self.critic
             )
 
         return self._step(batch, loss)
 
-    def _values(self, tokens: torch.Tensor, lengths: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        """float32 [B, S], zero outside the mask."""
+    def _values(self, states: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        """float32 [B, S], zero outside the mask; states: [N, H], those before the tokens in it."""
         head = self.model.value_head
-        hidden = self._hidden_before(tokens, Packing.of(lengths), mask).float()
-        values = F.linear(hidden, head.weight, head.bias).squeeze(1)
+        values = F.linear(states.float(), head.weight, head.bias).squeeze(1)
         bad = int((~torch.isfinite(values)).sum())
         if bad:
-            raise FloatingPointError(f"{bad} of {len(values)} values of the critic are not finite")
+            self._problems.append(f"{bad} of {len(values)} values of the critic are not finite")
         return values.new_zeros(mask.shape).index_put((mask,), values)
-
-    def _initial_weights(
-        self, state: dict[str, torch.Tensor], shapes: Mapping[str, torch.Size]
-    ) -> dict[str, torch.Tensor]:
-        trunk = {name: tensor for name, tensor in state.items() if name != _OUTPUT_LAYER}
-        head = {name: torch.zeros(shape) for name, shape in shapes.items() if name.startswith("value_head.")}
-        return super()._initial_weights(trunk, shapes) | head

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import copy
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -34,23 +35,41 @@ def read_config(folder: Path) -> PretrainedConfig:
     return AutoConfig.from_pretrained(folder, local_files_only=True)
 
 
-def read_state(folder: Path) -> dict[str, torch.Tensor]:
-    """Every tensor of the safetensors files in a model folder, on the CPU, in the type stored.
+class FolderState(Mapping[str, torch.Tensor]):
+    """Every tensor of the safetensors files in a model folder, on the CPU, in the type stored, read when asked for.
 
-    Raises FileNotFoundError when there are none, ValueError when two files hold the same tensor.
+    shapes: of all, without reading them; left_out: names that are not looked at. Raises FileNotFoundError when there
+    are none, ValueError when two files hold the same tensor.
     """
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise FileNotFoundError(f"{folder} holds no *.safetensors weights")
-    state: dict[str, torch.Tensor] = {}
-    for file in files:
-        with safe_open(file, framework="pt") as stored:
-            names = list(stored.keys())
-            twice = sorted(state.keys() & set(names))
+
+    def __init__(self, folder: Path, left_out: Collection[str] = ()) -> None:
+        files = sorted(folder.glob("*.safetensors"))
+        if not files:
+            raise FileNotFoundError(f"{folder} holds no *.safetensors weights")
+        self._stored: dict[str, Any] = {}  # the open file, which maps what is not read yet
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        for file in files:
+            stored = safe_open(file, framework="pt")
+            names = [name for name in stored.keys() if name not in left_out]  # noqa: SIM118  # not a dictionary
+            twice = sorted(self._stored.keys() & set(names))
             if twice:
                 raise ValueError(f"{folder} stores {', '.join(twice)} twice")
-            state |= {name: stored.get_tensor(name) for name in names}
-    return state
+            self._stored |= dict.fromkeys(names, stored)
+            self.shapes |= {name: tuple(stored.get_slice(name).get_shape()) for name in names}
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self._stored[name].get_tensor(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._stored)
+
+    def __len__(self) -> int:
+        return len(self._stored)
+
+
+def read_state(folder: Path) -> dict[str, torch.Tensor]:
+    """All of a `FolderState`, in memory. Raises as it does."""
+    return dict(FolderState(folder))
 
 
 def write_model(

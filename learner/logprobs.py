@@ -12,6 +12,7 @@ noise. How often it happens is returned. Which tokens belong to the nucleus is a
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -38,21 +39,25 @@ def token_scores(
     top_p: float,
     logits_bytes: int,
     entropy_gradient: bool = False,
+    all_logits: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    vocab: int | None = None,
 ) -> TokenScores:
     """Scores of `ids` under the logits hidden @ output_weight.T.
 
-    hidden: [N, H] and output_weight: [V, H] of any float type, widened to FP32 before the product; ids:
-    int64 [N]. Works on chunks of rows whose FP32 logits take at most `logits_bytes` (at least one row);
-    when there are several, backward computes each chunk's logits anew. The entropy carries a gradient only
+    hidden: [N, H] and output_weight: [V, H] of any float type, widened to FP32 before the product; ids: int64 [N].
+    all_logits: where output_weight is a part of that of `vocab` tokens, puts the logits of all parts together.
+
+    Works on chunks of rows whose FP32 logits take at most `logits_bytes` (at least one row); when there are several,
+    backward computes each chunk's logits anew. The entropy carries a gradient only
     with `entropy_gradient`. Raises ValueError unless the temperature is positive and finite and top_p in (0, 1].
     """
     if not 0 < temperature < float("inf"):
         raise ValueError(f"temperature must be positive and finite, got {temperature}")
     if not 0 < top_p <= 1:
         raise ValueError(f"top_p must lie in (0, 1], got {top_p}")
-    rows = max(1, logits_bytes // (4 * output_weight.shape[0]))
+    rows = max(1, logits_bytes // (4 * (vocab or output_weight.shape[0])))
     weight = output_weight.float()
-    settings = (temperature, top_p, entropy_gradient)
+    settings = (temperature, top_p, entropy_gradient, all_logits)
     if len(ids) <= rows:
         return _chunk(hidden, weight, ids, *settings)
     chunks = zip(hidden.split(rows), ids.split(rows), strict=True)
@@ -70,8 +75,10 @@ def _chunk(
     temperature: float,
     top_p: float,
     entropy_gradient: bool,
+    all_logits: Callable[[torch.Tensor], torch.Tensor] | None,
 ) -> TokenScores:
-    return score_logits(hidden.float() @ weight.T / temperature, ids, top_p, entropy_gradient)
+    logits = hidden.float() @ weight.T / temperature
+    return score_logits(all_logits(logits) if all_logits else logits, ids, top_p, entropy_gradient)
 
 
 def score_logits(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -29,6 +29,10 @@ class Rule(ABC):
     @abstractmethod
     def split(self, parameter: torch.Tensor) -> list[torch.Tensor]:
         """The inverse of `merge`: views of `parameter` where the layout allows it."""
+
+    def of_experts(self, first: int, count: int) -> Rule:
+        """The rule for the block of `count` experts from `first` on. Of a rule for experts."""
+        raise TypeError(f"{self.megatron} holds no experts")
 
 
 class Copy(Rule):
@@ -68,6 +72,10 @@ class GateUp(Rule):
         gate, up = parameter.chunk(2, dim=1)
         return [*gate.unbind(), *up.unbind()]
 
+    def of_experts(self, first: int, count: int) -> Rule:
+        ups = len(self.hf) // 2 + first
+        return replace(self, hf=self.hf[first : first + count] + self.hf[ups : ups + count])
+
 
 class Stack(Rule):
     """E tensors [H, F] -> [E, H, F]."""
@@ -77,6 +85,9 @@ class Stack(Rule):
 
     def split(self, parameter: torch.Tensor) -> list[torch.Tensor]:
         return list(parameter.unbind())
+
+    def of_experts(self, first: int, count: int) -> Rule:
+        return replace(self, hf=self.hf[first : first + count])
 
 
 def rules(family: Family, architecture: Architecture) -> list[Rule]:
@@ -88,6 +99,30 @@ def rules(family: Family, architecture: Architecture) -> list[Rule]:
     if not architecture.tied_embeddings:
         result.append(Copy("output_layer.weight", ("lm_head.weight",)))
     return result
+
+
+def parameter_shapes(architecture: Architecture) -> dict[str, torch.Size]:
+    """Shape of each parameter of the Megatron model, whole, by the names that `rules` gives them."""
+    a = architecture
+    shapes = {
+        "embedding.word_embeddings.weight": (a.vocab, a.hidden),
+        "decoder.final_layernorm.weight": (a.hidden,),
+        "output_layer.weight": (a.vocab, a.hidden),
+    }
+    of_a_layer = {
+        "input_layernorm.weight": (a.hidden,),
+        "self_attention.linear_qkv.weight": ((a.heads + 2 * a.kv_heads) * a.head_dim, a.hidden),
+        "self_attention.q_layernorm.weight": (a.head_dim,),
+        "self_attention.k_layernorm.weight": (a.head_dim,),
+        "self_attention.linear_proj.weight": (a.hidden, a.heads * a.head_dim),
+        "pre_mlp_layernorm.weight": (a.hidden,),
+        "mlp.router.weight": (a.experts, a.hidden),
+        "mlp.experts.weight1": (a.experts, 2 * a.expert_ffn, a.hidden),
+        "mlp.experts.weight2": (a.experts, a.hidden, a.expert_ffn),
+    }
+    for layer in range(a.layers):
+        shapes |= {f"decoder.layers.{layer}.{name}": shape for name, shape in of_a_layer.items()}
+    return {name: torch.Size(shape) for name, shape in shapes.items()}
 
 
 def is_expert(megatron_name: str) -> bool:

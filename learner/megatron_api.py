@@ -15,7 +15,12 @@ with warnings.catch_warnings():
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.pipeline_parallel.schedules import forward_backward_pipelining_without_interleaving
     from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.tensor_parallel.mappings import (
+        gather_from_sequence_parallel_region,
+        gather_from_tensor_model_parallel_region,
+    )
     from megatron.core.transformer.module import MegatronModule
     from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
     from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
@@ -24,6 +29,7 @@ with warnings.catch_warnings():
     from megatron.core.transformer.spec_utils import ModuleSpec
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
     from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron.core.transformer.transformer_layer import TransformerLayer
 
 __all__ = [
     "GPTModel",
@@ -37,6 +43,10 @@ __all__ = [
     "TopKRouter",
     "TransformerBlockSubmodules",
     "TransformerConfig",
+    "TransformerLayer",
+    "forward_backward_pipelining_without_interleaving",
+    "gather_from_sequence_parallel_region",
+    "gather_from_tensor_model_parallel_region",
     "get_default_pg_collection",
     "get_gpt_layer_local_spec",
     "parallel_state",

@@ -12,36 +12,53 @@ import torch.nn.functional as F
 from torch import nn
 
 from kernels.precision_map import PrecisionMap
+from kernels.routing import NO_ROUTE
 from learner.families.architecture import Architecture
+from learner.layout import Layout, Place
 from learner.megatron_api import (
     GPTModel,
     ModuleSpec,
     MoESubmodules,
     TransformerBlockSubmodules,
     TransformerConfig,
+    gather_from_sequence_parallel_region,
     get_gpt_layer_local_spec,
 )
-from learner.modules import CausalAttention, RMSNorm, Rotary, Router
+from learner.modules import CausalAttention, RecomputedLayer, RMSNorm, Rotary, Router
 from learner.moe import Experts, SpecifiedMoELayer
 from learner.packing import Packing
 from learner.replay import RouteReplay, replayed
 
 
 class Trunk(GPTModel):
-    """A GPTModel that stops before the output layer."""
+    """A GPTModel that stops before the output layer, or the part of it that the process at `place` holds.
 
-    def __init__(self, architecture: Architecture, precision_map: PrecisionMap, dtype: torch.dtype) -> None:
-        layers = [_layer_spec(architecture, precision_map, i) for i in range(architecture.layers)]
+    recompute: whether a gradient computes each layer's activations anew, so that only layers' inputs are kept.
+    """
+
+    def __init__(
+        self,
+        architecture: Architecture,
+        precision_map: PrecisionMap,
+        dtype: torch.dtype,
+        place: Place,
+        recompute: bool = False,
+    ) -> None:
+        layers = [_layer_spec(architecture, precision_map, i, recompute) for i in place.layers(architecture)]
         with _without_mlp_warning():
             super().__init__(
-                _transformer_config(architecture, dtype),
+                _transformer_config(architecture, dtype, place.layout),
                 TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm),
                 vocab_size=architecture.vocab,
                 max_sequence_length=architecture.max_positions,
+                pre_process=place.first_stage,
+                post_process=place.last_stage,
                 position_embedding_type="rope",
                 rotary_base=architecture.rope_theta,
                 share_embeddings_and_output_weights=architecture.tied_embeddings,
             )
+        self.place = place
+        self.own_layers = place.layers(architecture)
         self.rotary_pos_emb = Rotary(
             kv_channels=architecture.head_dim,
             rotary_percent=1.0,
@@ -49,27 +66,58 @@ class Trunk(GPTModel):
             use_cpu_initialization=True,
         )
 
+    def setup_embeddings_and_output_layer(self) -> None:
+        """Megatron's own sends the embedding to the last stage, by way of a GPU; here both are loaded."""
+
     def hidden_states(
         self, tokens: torch.Tensor, packing: Packing, routes: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Packed tokens, int64 [T] -> [T, H] after the final norm.
+        """Packed tokens, int64 [T] -> [T, H] after the final norm; before the last stage, what goes to the next.
 
         routes: integer [T, layers, k], the experts to take (see `learner.replay`).
         """
-        rotary = self.rotary_pos_emb(packing.longest).to(tokens.device)[packing.positions]
-        embedded = self.embedding(input_ids=tokens[None], position_ids=None)
-        with replayed(self.route_replays(), routes):
+        missing = -len(tokens) % self.place.layout.tensor
+        positions = F.pad(packing.positions, (0, missing))
+        rotary = self.rotary_pos_emb(packing.longest).to(tokens.device)[positions]
+        embedded = self._embedded(F.pad(tokens, (0, missing))) if self.place.first_stage else None
+        with replayed(self.route_replays(), self._own_routes(routes, missing)):
             # Megatron hands the mask on to the core attention as it is.
             hidden = self.decoder(hidden_states=embedded, attention_mask=packing, rotary_pos_emb=rotary)
-        return hidden.squeeze(1)
+        if not self.place.last_stage:
+            return hidden
+        return self._all_tokens(hidden.squeeze(1))[: len(tokens)]
 
     def experts(self) -> list[Experts]:
-        """The experts of each layer."""
+        """The experts of each layer that this process holds."""
         return [layer.mlp.experts for layer in self.decoder.layers]
 
     def route_replays(self) -> list[RouteReplay]:
-        """What chooses the experts of each layer."""
+        """What chooses the experts of each layer that this process holds."""
         return [layer.mlp.router.router_replay for layer in self.decoder.layers]
+
+    def own_tokens(self, tokens: int) -> slice:
+        """Which of T packed tokens this process routes: all, or its part of them where tensor parallelism cuts."""
+        part = -(-tokens // self.place.layout.tensor)
+        return slice(min(self.place.tensor * part, tokens), min((self.place.tensor + 1) * part, tokens))
+
+    def _embedded(self, tokens: torch.Tensor) -> torch.Tensor:
+        """[T, 1, H], or this process's part of the T."""
+        if (
+            self.config.sequence_parallel
+        ):  # Megatron's embedding then enters a generator for GPUs, for dropout
+            return self.embedding.word_embeddings(tokens[None])
+        return self.embedding(input_ids=tokens[None], position_ids=None)
+
+    def _own_routes(self, routes: torch.Tensor | None, missing: int) -> torch.Tensor | None:
+        if routes is None:
+            return None
+        padded = F.pad(routes, (0, 0, 0, 0, 0, missing), value=NO_ROUTE)
+        own = padded.tensor_split(self.place.layout.tensor)[self.place.tensor]
+        return own[:, self.own_layers.start : self.own_layers.stop]
+
+    def _all_tokens(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[T, H] of this process's part of the T. Its gradient is that of all that is computed from it."""
+        return gather_from_sequence_parallel_region(hidden) if self.config.sequence_parallel else hidden
 
 
 class PolicyModel(Trunk):
@@ -77,7 +125,7 @@ class PolicyModel(Trunk):
 
     @property
     def output_weight(self) -> torch.Tensor:
-        """[V, H]"""
+        """[V, H], or this process's rows of it, on the last pipeline stage."""
         if self.share_embeddings_and_output_weights:
             return self.shared_embedding_or_output_weight()
         return self.output_layer.weight
@@ -86,14 +134,35 @@ class PolicyModel(Trunk):
 class ValueModel(Trunk):
     """A trunk with a linear head of one output, in FP32, in place of the output layer."""
 
-    def __init__(self, architecture: Architecture, precision_map: PrecisionMap, dtype: torch.dtype) -> None:
-        # Megatron allocates no output layer where it is said to be the embedding.
-        super().__init__(replace(architecture, tied_embeddings=True), precision_map, dtype)
-        self.value_head = nn.Linear(architecture.hidden, 1, dtype=torch.float32)
+    def __init__(
+        self,
+        architecture: Architecture,
+        precision_map: PrecisionMap,
+        dtype: torch.dtype,
+        place: Place,
+        recompute: bool = False,
+    ) -> None:
+        # Megatron allocates no output layer where it is said to be the embedding, if that is there.
+        super().__init__(replace(architecture, tied_embeddings=True), precision_map, dtype, place, recompute)
+        self.output_layer = None
+        if place.last_stage:
+            self.value_head = nn.Linear(architecture.hidden, 1, dtype=torch.float32)
+
+    def _all_tokens(self, hidden: torch.Tensor) -> torch.Tensor:
+        """As a trunk's. Every process computes the same values from all of it, and takes its part of the gradient."""
+        if not self.config.sequence_parallel:
+            return hidden
+        return gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
 
 
-def _transformer_config(architecture: Architecture, dtype: torch.dtype) -> TransformerConfig:
-    return TransformerConfig(
+def _transformer_config(architecture: Architecture, dtype: torch.dtype, layout: Layout) -> TransformerConfig:
+    config = TransformerConfig(
+        tensor_model_parallel_size=layout.tensor,
+        sequence_parallel=layout.tensor > 1,
+        pipeline_model_parallel_size=layout.pipeline,
+        expert_model_parallel_size=layout.expert,
+        expert_tensor_parallel_size=1,
+        calculate_per_token_loss=True,  # losses come divided
         num_layers=architecture.layers,
         hidden_size=architecture.hidden,
         num_attention_heads=architecture.heads,
@@ -119,9 +188,7 @@ def _transformer_config(architecture: Architecture, dtype: torch.dtype) -> Trans
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
-        # Weights are always loaded. (With tensor parallelism this must be True: Megatron marks split
-        # weights there.)
-        perform_initialization=False,
+        perform_initialization=False,  # weights are always loaded
         use_cpu_initialization=True,
         deterministic_mode=True,
         cuda_graph_scope=[],
@@ -133,12 +200,18 @@ def _transformer_config(architecture: Architecture, dtype: torch.dtype) -> Trans
         masked_softmax_fusion=False,
         persist_layer_norm=False,
     )
+    # Stages tell each other how many tokens a micro-batch has. Megatron refuses that beside the dispatcher above.
+    config.variable_seq_lengths = layout.pipeline > 1
+    return config
 
 
-def _layer_spec(architecture: Architecture, precision_map: PrecisionMap, layer: int) -> ModuleSpec:
+def _layer_spec(
+    architecture: Architecture, precision_map: PrecisionMap, layer: int, recompute: bool
+) -> ModuleSpec:
     spec = get_gpt_layer_local_spec(
         num_experts=architecture.experts, qk_layernorm=architecture.qk_norm, normalization="RMSNorm"
     )
+    spec.module = RecomputedLayer if recompute else spec.module
     parts = spec.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
     attention = parts.self_attention.submodules

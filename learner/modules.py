@@ -9,8 +9,15 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
-from learner.megatron_api import MegatronModule, RotaryEmbedding, TopKRouter, TransformerConfig
+from learner.megatron_api import (
+    MegatronModule,
+    RotaryEmbedding,
+    TopKRouter,
+    TransformerConfig,
+    TransformerLayer,
+)
 from learner.packing import Packing
 from learner.replay import RouteReplay
 
@@ -48,12 +55,33 @@ class CausalAttention(MegatronModule):
         **_: Any,
     ) -> torch.Tensor:
         """query [T, 1, heads, D], key and value [T, 1, groups, D] -> [T, 1, heads * D]; attention_mask: which of the
-        packed tokens are one sequence.
+        packed tokens are one sequence. Tokens behind those belong to none, and get zeros.
         """
-        q, k, v = (attention_mask.unpack(tensor.squeeze(1)).transpose(1, 2) for tensor in (query, key, value))
+        packed = len(attention_mask.sequences)
+        q, k, v = (
+            attention_mask.unpack(tensor[:packed].squeeze(1)).transpose(1, 2)
+            for tensor in (query, key, value)
+        )
         grouped = q.shape[1] != k.shape[1]
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=grouped)
-        return attention_mask.pack(mixed.transpose(1, 2)).flatten(1).unsqueeze(1)
+        mixed = attention_mask.pack(mixed.transpose(1, 2)).flatten(1).unsqueeze(1)
+        return F.pad(mixed, (0, 0, 0, 0, 0, len(query) - packed)) if len(query) > packed else mixed
+
+
+class RecomputedLayer(TransformerLayer):
+    """A layer that keeps nothing but its input for the gradient, and computes the rest again."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return super().forward(*args, **kwargs)
+        replay: RouteReplay = self.mlp.router.router_replay
+        routes, forward = replay.routes, super().forward
+
+        def again(*args: Any, **kwargs: Any) -> Any:
+            with replay.following(routes):
+                return forward(*args, **kwargs)
+
+        return checkpoint(again, *args, use_reentrant=False, **kwargs)
 
 
 class Router(TopKRouter):

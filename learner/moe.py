@@ -2,7 +2,8 @@
 
 Megatron permutes tokens in its dispatcher and sums them there. Here permutation, both products, SwiGLU,
 router coefficient and combination are one composition that the execution spec describes. So the dispatcher
-leaves tokens where they are, and the experts see every token with its top-k slots.
+leaves tokens where they are, and the experts see every token with its top-k slots. Where ranks share the experts out,
+the experts send each slot to the rank that owns its expert (`learner.dispatch`).
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from kernels.experts import TORCH_TYPE, ExpertWeights
 from kernels.guard import NonFiniteGuard
 from kernels.quantizer_spec import Rounding
 from kernels.routing import sort_slots
+from kernels.slots import slot_spec
 from kernels.spec import ExecutionSpec
+from learner.dispatch import expert_parallel
 from learner.megatron_api import (
     MegatronModule,
     MoELayer,
@@ -87,7 +90,8 @@ class SpecifiedMoELayer(MoELayer):
 
 
 class Experts(MegatronModule):
-    """All experts of one layer: the master weights, and their quantised form once for each version of them.
+    """The experts of one layer that this rank owns: the master weights, and their quantised form once for each version
+    of them.
 
     weight1: [E, 2F, H], gate rows then up rows; weight2: [E, H, F]; in the model's parameter type.
     guard: to be checked before anything that `forward` or its gradient computed is used.
@@ -100,14 +104,20 @@ class Experts(MegatronModule):
         *,
         execution_spec: ExecutionSpec,
         layer: int,
+        pg_collection: ProcessGroupCollection,
         **_: Any,
     ) -> None:
         super().__init__(config=config)
+        self.group = pg_collection.ep
+        self.shared_out = self.group.size() > 1
+        # What `forward` computes: the layer, or the slots of all ranks that are sent to these experts.
+        self.computed_spec = slot_spec(execution_spec) if self.shared_out else execution_spec
         hidden, ffn, dtype = config.hidden_size, config.moe_ffn_hidden_size, config.params_dtype
         self.execution_spec = execution_spec
         self.weight1 = nn.Parameter(torch.empty(num_local_experts, 2 * ffn, hidden, dtype=dtype))
         self.weight2 = nn.Parameter(torch.empty(num_local_experts, hidden, ffn, dtype=dtype))
-        self.guard = NonFiniteGuard(layer, num_local_experts)
+        first = self.group.rank() * num_local_experts
+        self.guard = NonFiniteGuard(layer, num_local_experts, first)
         self.calls = 0  # of forward
         self._snapshot: tuple[tuple[int, ...], ExpertWeights, Any] | None = None
 
@@ -119,19 +129,26 @@ class Experts(MegatronModule):
         Stochastic rounding in backward is seeded from torch's global generator, whose state a checkpoint holds.
         """
         self.calls += 1
-        prepared = self._current()[1]
-        output = self._kernels(self.execution_spec).expert_layer(
+        if not self.shared_out:
+            return self._own(hidden_states, topk_ids, topk_weights), None
+        slots = (hidden_states, topk_ids, topk_weights)
+        return expert_parallel(*slots, self._own, len(self.weight1), self.execution_spec, self.group), None
+
+    def _own(
+        self, hidden_states: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """The layer of the own experts, by whose numbers `topk_ids` names them."""
+        return self._kernels(self.computed_spec).expert_layer(
             hidden_states,
             topk_ids,
             topk_weights,
             self.weight1,
             self.weight2,
-            prepared,
-            self.execution_spec,
+            self._current()[1],
+            self.computed_spec,
             guard=self.guard,
             seed=self._seed(),
         )
-        return output, None
 
     def quantized(self, spec: ExecutionSpec) -> ExpertWeights:
         """The present weights under `spec`: the very tensors that `forward` uses when it is the layer's
@@ -140,6 +157,10 @@ class Experts(MegatronModule):
         if spec == self.execution_spec:
             return self._current()[0]
         return self._kernels(spec).quantize(self.weight1, self.weight2, spec)
+
+    def stored(self, spec: ExecutionSpec) -> dict[str, torch.Tensor]:
+        """The tensors of `quantized(spec)`."""
+        return self.quantized(spec).tensors()
 
     def derived(self, spec: ExecutionSpec) -> dict[str, torch.Tensor]:
         """What an engine under `spec` derives from `quantized(spec)`: `derived` of what the back end prepares."""
@@ -161,7 +182,7 @@ class Experts(MegatronModule):
     @property
     def backend(self) -> str:
         """The name of what computes `forward`."""
-        return self._kernels(self.execution_spec).name
+        return self._kernels(self.computed_spec).name
 
     def _kernels(self, spec: ExecutionSpec) -> backends.ExpertKernels:
         return backends.choose(spec, self.weight1.device)
@@ -174,5 +195,6 @@ class Experts(MegatronModule):
         if self._snapshot is None or self._snapshot[0] != version:
             kernels = self._kernels(self.execution_spec)
             weights = kernels.quantize(*masters, self.execution_spec)
-            self._snapshot = (version, weights, kernels.prepare(weights, self.execution_spec))
+            prepared = self._kernels(self.computed_spec).prepare(weights, self.computed_spec)
+            self._snapshot = (version, weights, prepared)
         return self._snapshot[1:]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property, partial
 from pathlib import Path
 
 import torch
@@ -12,18 +13,18 @@ from kernels.experts import derived_name, expert_layout, wire_name
 from kernels.precision_map import PrecisionMap
 from kernels.report import EngineReport, names
 from kernels.routing import NO_ROUTE
+from kernels.spec import ExecutionSpec
 from learner import convert
-from learner.batch import Totals, TrainBatch, cut
+from learner.batch import Totals, TrainBatch
 from learner.config import ObjectiveConfig
 from learner.folders import carry_from, write_model
 from learner.logprobs import TokenScores, token_scores
-from learner.mapping import is_expert
+from learner.mapping import Rule, is_expert
 from learner.model import PolicyModel
+from learner.moe import Experts
 from learner.objective import negative_log_likelihood, policy_loss
-from learner.packing import Packing
 from learner.replay import check_routes, own_routes, take_load
-from learner.runtime import deterministic
-from learner.trainable import Trainable, check_precision_map
+from learner.trainable import Part, Trainable, check_precision_map
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,26 +73,31 @@ class Policy(Trainable):
         """
         self._check_sequences(tokens, lengths, loss_mask)
         self._check_routes(tokens, routes)
-        own = torch.full(self._routes_shape(tokens), NO_ROUTE, dtype=torch.int16) if return_routes else None
+        own = torch.zeros(self._routes_shape(tokens), dtype=torch.int32) if return_routes else None
         logp = torch.zeros(tokens.shape, dtype=torch.float32)
         entropy = torch.zeros_like(logp)
-        outside = torch.zeros_like(loss_mask)
-        with torch.no_grad(), deterministic(), self._guarded():
-            for rows in cut(lengths, self.config.micro_batch_tokens):
-                width = int(lengths[rows].max())
-                packing = Packing.of(lengths[rows].to(self.device))
-                parts = (
-                    tokens[rows, :width].to(self.device),
-                    packing,
-                    loss_mask[rows, :width].to(self.device),
-                )
-                replay = None if routes is None else routes[rows, :width].to(self.device)
-                scored = self._token_scores(*parts, temperature, top_p, routes=replay)
-                if own is not None:
-                    own[rows, :width] = packing.unpack(own_routes(self.model.route_replays()), NO_ROUTE).cpu()
-                for whole, part in zip((logp, entropy, outside), scored, strict=True):
-                    whole[rows, :width] = part.cpu()
-        return Scores(logp, entropy, outside, own)
+        outside = torch.zeros(tokens.shape, dtype=torch.int32)
+
+        def keep(states: torch.Tensor, part: Part, rows: torch.Tensor) -> None:
+            scored = self._token_scores(states, part.tokens, part.loss_mask, temperature, top_p)
+            if self.ranks.speaks:
+                for whole, found in zip((logp, entropy, outside), scored, strict=True):
+                    whole[rows, : found.shape[1]] = found.to(whole.dtype).cpu()
+
+        def see(part: Part, rows: torch.Tensor) -> None:
+            assert own is not None
+            # Raised by one, so that nothing is zero and parts from different ranks add up.
+            chosen = part.packing.unpack(self._routes_here(part) + 1).int().cpu()
+            layers = self.model.own_layers
+            own[rows, : chosen.shape[1], layers.start : layers.stop] = chosen
+
+        self._each(tokens, lengths, loss_mask, keep, routes, None if own is None else see)
+        return Scores(
+            self.ranks.merge(logp),
+            self.ranks.merge(entropy),
+            self.ranks.merge(outside).bool(),
+            None if own is None else (self.ranks.merge(own) + NO_ROUTE).to(torch.int16),
+        )
 
     def update(
         self, batch: TrainBatch, objective: ObjectiveConfig, temperature: float, top_p: float = 1.0
@@ -106,21 +112,16 @@ class Policy(Trainable):
         """
         entropy_gradient = objective.entropy_coefficient != 0
 
-        def loss(part: TrainBatch, totals: Totals) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        def loss(
+            states: torch.Tensor, part: TrainBatch, totals: Totals
+        ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
             scored = self._token_scores(
-                part.tokens,
-                Packing.of(part.lengths),
-                part.loss_mask,
-                temperature,
-                top_p,
-                entropy_gradient,
-                part.routes,
+                states, part.tokens, part.loss_mask, temperature, top_p, entropy_gradient
             )
             loss, sums = policy_loss(part, scored.logp, scored.entropy, totals, objective)
             return loss, sums | {"entropy": scored.entropy.sum()}
 
-        with self.ranks.together():
-            self._check_routes(batch.tokens, batch.routes)
+        self._check_routes(batch.tokens, batch.routes)
         return self._step(batch, loss)
 
     def supervised_step(
@@ -134,9 +135,10 @@ class Policy(Trainable):
         unused = torch.zeros(tokens.shape, dtype=torch.float32)
         batch = TrainBatch(tokens, lengths, loss_mask, unused, unused, unused[:, 0])
 
-        def loss(part: TrainBatch, totals: Totals) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-            packing = Packing.of(part.lengths)
-            logp = self._token_scores(part.tokens, packing, part.loss_mask, temperature=1.0, top_p=1.0).logp
+        def loss(
+            states: torch.Tensor, part: TrainBatch, totals: Totals
+        ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+            logp = self._token_scores(states, part.tokens, part.loss_mask, temperature=1.0, top_p=1.0).logp
             return negative_log_likelihood(logp, part.loss_mask, totals.tokens), {}
 
         return self._step(batch, loss, lr)["loss"]
@@ -148,14 +150,11 @@ class Policy(Trainable):
         output layer is left out. Expert tensors carry `kernels.experts.wire_name`: the very ones that the
         forward pass uses, or, in layers where the sampler's `precision_map` asks for another spec, the
         masters under that spec. All are views where possible: valid until the next update.
+
+        Where processes share the model, each iterates at the same time: experts are quantised by the rank that owns
+        them, and rank 0 gets everything, as the others hand it over. These get the names, with empty tensors.
         """
-        target = precision_map or self.precision_map
-        check_precision_map(target, self.architecture)
-        outside = [rule for rule in self.rules if not is_expert(rule.megatron)]
-        yield from convert.to_hf(self._state(), outside)
-        for layer, experts in enumerate(self.model.experts()):
-            for part, tensor in experts.quantized(target.spec_for(layer)).tensors().items():
-                yield wire_name(layer, part), tensor
+        yield from self._export(precision_map, Experts.stored)
 
     def export_layout(
         self, precision_map: PrecisionMap | None = None
@@ -163,14 +162,12 @@ class Policy(Trainable):
         """Shape and dtype of everything that `export` gives, in its order; nothing is computed."""
         target = precision_map or self.precision_map
         check_precision_map(target, self.architecture)
-        state = self._state()
         outside = [rule for rule in self.rules if not is_expert(rule.megatron)]
-        shapes = convert.hf_shapes(outside, {name: tensor.shape for name, tensor in state.items()})
-        types = {name: state[rule.megatron].dtype for rule in outside for name in rule.hf}
-        layout = {name: (tuple(shape), types[name]) for name, shape in shapes.items()}
-        for layer, experts in enumerate(self.model.experts()):
-            count, hidden, ffn = experts.weight2.shape
-            parts = expert_layout(count, hidden, ffn, target.spec_for(layer))
+        dtype = getattr(torch, self.config.dtype)
+        layout = {name: (tuple(s), dtype) for name, s in convert.hf_shapes(outside, self.shapes).items()}
+        for layer in range(self.architecture.layers):
+            sizes = (self.architecture.experts, self.architecture.hidden, self.architecture.expert_ffn)
+            parts = expert_layout(*sizes, target.spec_for(layer))
             layout |= {wire_name(layer, part): entry for part, entry in parts.items()}
         return layout
 
@@ -178,18 +175,13 @@ class Policy(Trainable):
         self, precision_map: PrecisionMap | None = None
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """As `export`, for an engine that quantises for itself: of the experts `Experts.operands`."""
-        target = precision_map or self.precision_map
-        outside = [rule for rule in self.rules if not is_expert(rule.megatron)]
-        yield from convert.to_hf(self._state(), outside)
-        for layer, experts in enumerate(self.model.experts()):
-            for part, tensor in experts.operands(target.spec_for(layer)).items():
-                yield wire_name(layer, part), tensor
+        yield from self._export(precision_map, Experts.operands)
 
     def export_derived(self, precision_map: PrecisionMap | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         """What an engine derives from the exported tensors, by name; see `kernels.experts.derived_name`."""
         target = precision_map or self.precision_map
-        for layer, experts in enumerate(self.model.experts()):
-            for part, tensor in experts.derived(target.spec_for(layer)).items():
+        for layer in range(self.architecture.layers):
+            for part, tensor in self._of_experts(layer, target, Experts.derived):
                 yield derived_name(layer, part), tensor
 
     def expert_load(self) -> torch.Tensor | None:
@@ -198,12 +190,78 @@ class Policy(Trainable):
 
     def save_hf(self, folder: str | Path) -> None:
         """Write a model folder that transformers loads: weights in the model's type, tokenizer files
-        carried over.
+        carried over. With several processes all come here, and rank 0 writes.
 
         Raises FileExistsError when `folder` holds something.
         """
-        state = dict(convert.to_hf(self._state(), self.rules))
-        write_model(Path(folder), self.hf_config, state, carry_from(self.model_dir))
+        state = {
+            name: tensor.cpu() if self.ranks.count > 1 else tensor
+            for rule in self.rules
+            for name, tensor in self._collected(rule)
+        }
+        with self.ranks.together():
+            if self.ranks.place.rank == 0:
+                write_model(Path(folder), self.hf_config, state, carry_from(self.model_dir))
+
+    def _export(
+        self,
+        precision_map: PrecisionMap | None,
+        parts_of: Callable[[Experts, ExecutionSpec], dict[str, torch.Tensor]],
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        target = precision_map or self.precision_map
+        check_precision_map(target, self.architecture)
+        for rule in self.rules:
+            if not is_expert(rule.megatron):
+                yield from self._collected(rule)
+        for layer in range(self.architecture.layers):
+            for part, tensor in self._of_experts(layer, target, parts_of):
+                yield wire_name(layer, part), tensor
+
+    def _collected(self, rule: Rule) -> Iterator[tuple[str, torch.Tensor]]:
+        """On rank 0 the Hugging Face tensors of one rule."""
+
+        def own() -> torch.Tensor:
+            return self._own_parameters[rule.megatron].detach()
+
+        dtype = getattr(torch, self.config.dtype)
+        whole = self.ranks.collect(rule.megatron, own, self.shapes[rule.megatron], dtype)
+        tensors = [torch.empty(0)] * len(rule.hf) if whole is None else rule.split(whole)
+        yield from zip(rule.hf, tensors, strict=True)
+
+    def _of_experts(
+        self,
+        layer: int,
+        target: PrecisionMap,
+        parts_of: Callable[[Experts, ExecutionSpec], dict[str, torch.Tensor]],
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """On rank 0 a part of all experts of a layer after the other, each made by the rank that owns an expert."""
+        name = f"decoder.layers.{layer}.mlp.experts.weight1"
+        holders = self.ranks.place.layout.first_holder(name, self.architecture)
+        own: dict[str, torch.Tensor] = {}
+        if self.ranks.place.rank in holders.values():
+            experts = self.model.experts()[layer - self.model.own_layers.start]
+            own = parts_of(experts, target.spec_for(layer))
+        described = [(part, tensor.shape[1:], tensor.dtype) for part, tensor in own.items()]
+        for part, shape, dtype in self.ranks.tell(described, holders[0]):
+            shape = (self.architecture.experts, *shape)
+            whole = self.ranks.collect(name, partial(own.__getitem__, part), shape, dtype)
+            yield part, torch.empty(0) if whole is None else whole
+
+    @cached_property
+    def _own_parameters(self) -> dict[str, torch.Tensor]:
+        """The parameters that this process holds, by their names in the whole model."""
+        place = self.ranks.place
+        named = self.model.named_parameters()
+        return {place.global_name(name, self.architecture): parameter for name, parameter in named}
+
+    def _routes_here(self, part: Part) -> torch.Tensor:
+        """int16 [T, own layers, k]: what the routers chose; for tokens that other processes route, NO_ROUTE."""
+        chosen = own_routes(self.model.route_replays())
+        tokens = len(part.packing.sequences)
+        here = self.model.own_tokens(tokens)
+        result = chosen.new_full((tokens, *chosen.shape[1:]), NO_ROUTE)
+        result[here] = chosen[: here.stop - here.start]
+        return result
 
     def report(self) -> EngineReport:
         experts = self.model.experts()
@@ -217,27 +275,28 @@ class Policy(Trainable):
 
     def _token_scores(
         self,
+        states: torch.Tensor,
         tokens: torch.Tensor,
-        packing: Packing,
         mask: torch.Tensor,
         temperature: float,
         top_p: float,
         entropy_gradient: bool = False,
-        routes: torch.Tensor | None = None,
     ) -> TokenScores:
-        """Scores [B, S], zero outside the mask. Logits exist at masked-in tokens only."""
+        """Scores [B, S], zero outside the mask; states: [N, H], those before the tokens in it."""
         scored = token_scores(
-            self._hidden_before(tokens, packing, mask, routes),
+            states,
             self.model.output_weight,
             tokens[mask],
             temperature=temperature,
             top_p=top_p,
             logits_bytes=self.config.logits_bytes,
             entropy_gradient=entropy_gradient,
+            all_logits=self.ranks.all_logits,
+            vocab=self.architecture.vocab,
         )
         bad = int((~torch.isfinite(scored.logp)).sum())
         if bad:
-            raise FloatingPointError(f"{bad} of {len(scored.logp)} log-probabilities are not finite")
+            self._problems.append(f"{bad} of {len(scored.logp)} log-probabilities are not finite")
         return TokenScores(*(part.new_zeros(mask.shape).index_put((mask,), part) for part in scored))
 
     def _routes_shape(self, tokens: torch.Tensor) -> tuple[int, ...]:
@@ -246,6 +305,3 @@ class Policy(Trainable):
     def _check_routes(self, tokens: torch.Tensor, routes: torch.Tensor | None) -> None:
         if routes is not None:
             check_routes(routes, self.architecture.experts, self._routes_shape(tokens))
-
-    def _state(self) -> dict[str, torch.Tensor]:
-        return {name: parameter.detach() for name, parameter in self.model.named_parameters()}

@@ -9,7 +9,7 @@ of the experts that are replayed, normalised as the router normalises those of i
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 
@@ -30,6 +30,15 @@ class RouteReplay:
         self.routes: torch.Tensor | None = None
         self.own: torch.Tensor | None = None
         self.load: torch.Tensor | None = None
+
+    @contextmanager
+    def following(self, routes: torch.Tensor | None) -> Iterator[None]:
+        """Inside, the router follows `routes`; afterwards, what it followed before."""
+        before, self.routes = self.routes, routes
+        try:
+            yield
+        finally:
+            self.routes = before
 
     def get_replay_topk(
         self,
@@ -56,14 +65,11 @@ class RouteReplay:
 @contextmanager
 def replayed(replays: Sequence[RouteReplay], routes: torch.Tensor | None) -> Iterator[None]:
     """Inside, the routers of layers 0, 1, ... follow `routes`, integer [T, layers, k]."""
-    if routes is not None:
-        for replay, chosen in zip(replays, routes.long().unbind(1), strict=True):
-            replay.routes = chosen
-    try:
+    chosen = [None] * len(replays) if routes is None else routes.long().unbind(1)
+    with ExitStack() as stack:
+        for replay, own in zip(replays, chosen, strict=True):
+            stack.enter_context(replay.following(own))
         yield
-    finally:
-        for replay in replays:
-            replay.routes = None
 
 
 def own_routes(replays: Sequence[RouteReplay]) -> torch.Tensor:

@@ -3,32 +3,47 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import ClassVar
 
 import torch
+import torch.distributed as dist
 
 from kernels.guard import check_guards
 from kernels.precision_map import PrecisionMap
-from learner import checkpoint, convert
+from learner import checkpoint, convert, schedule
 from learner.batch import Totals, TrainBatch, check_sequences
 from learner.config import LearnerConfig
-from learner.data_parallel import DataParallel
 from learner.families.architecture import Architecture
 from learner.families.registry import family_of
-from learner.folders import read_config, read_state
-from learner.mapping import rules
+from learner.folders import FolderState, read_config
+from learner.layout import Layout
+from learner.mapping import parameter_shapes, rules
 from learner.model import Trunk
 from learner.optimizer import Optimizer
 from learner.packing import Packing
+from learner.ranks import Ranks, Replicas
 from learner.runtime import deterministic, start
 
-# (micro-batch, counts of the whole mini-batch) -> the micro-batch's share of the loss, and sums over its tokens
-LossOf = Callable[[TrainBatch, Totals], tuple[torch.Tensor, dict[str, torch.Tensor]]]
+# (states [N, H] before the tokens in the loss mask, micro-batch, counts of the whole mini-batch) -> the micro-batch's
+# share of the loss, and sums over its tokens
+LossOf = Callable[[torch.Tensor, TrainBatch, Totals], tuple[torch.Tensor, dict[str, torch.Tensor]]]
+# The same, and the rows of the mini-batch that the micro-batch is -> what is kept of them
+Keep = Callable[[torch.Tensor, "Part", torch.Tensor], None]
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """A micro-batch on the model's device: tokens int64 and loss_mask bool [B, S], routes int16 [B, S, layers, k]."""
+
+    tokens: torch.Tensor
+    packing: Packing
+    loss_mask: torch.Tensor
+    routes: torch.Tensor | None = None
 
 
 class Trainable:
@@ -36,14 +51,18 @@ class Trainable:
 
     model_dir: a Hugging Face folder of a supported family. seed: of torch's generator in this process.
 
-    The same calls on the same machine give the same bits. Loss and gradient do not depend on how a batch is cut
-    into micro-batches or shared out over data-parallel ranks, up to the rounding of FP32 sums.
+    Where processes share the model (`learner.layout`), each has one of these and makes the same calls with the same
+    arguments; all get the same results. The same calls on the same machine give the same bits. Loss and gradient do not
+    depend on how a batch is cut into micro-batches or on the layout, up to the rounding of FP32 sums.
 
     Raises FileNotFoundError for a folder without a model, and ValueError for a model that this package
-    cannot hold, for weights that do not fit it, and for a precision map that does not fit it.
+    cannot hold, for weights that do not fit it, and for a precision map or a layout that does not fit it.
     """
 
     model_class: ClassVar[type[Trunk]]
+    left_out: ClassVar[frozenset[str]] = (
+        frozenset()
+    )  # tensors of the model folder that this model has no use for
     model: Trunk
 
     def __init__(
@@ -56,23 +75,37 @@ class Trainable:
         family = family_of(self.hf_config)
         self.architecture = family.read(self.hf_config)
         check_precision_map(precision_map, self.architecture)
+        layout = Layout.of(config)
+        problems = list(layout.problems(self.architecture))
+        if problems:
+            raise ValueError("; ".join(problems))
         self.device = start(config)
-        self.ranks = DataParallel(self.device)
+        self.ranks = Ranks(layout.place(dist.get_rank()), self.architecture, self.device)
         torch.manual_seed(seed)
 
-        model = self.model_class(self.architecture, precision_map, getattr(torch, config.dtype))
-        shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-        self.rules = [rule for rule in rules(family, self.architecture) if rule.megatron in shapes]
-        weights = self._initial_weights(read_state(self.model_dir), shapes)
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                parameter.copy_(weights[name])
+        self.rules = [
+            rule for rule in rules(family, self.architecture) if not self.left_out.intersection(rule.hf)
+        ]
+        self.shapes = {
+            rule.megatron: parameter_shapes(self.architecture)[rule.megatron] for rule in self.rules
+        }
+        dtype = getattr(torch, config.dtype)
+        model = self.model_class(self.architecture, precision_map, dtype, self.ranks.place, config.recompute)
+        self._load(model, FolderState(self.model_dir, self.left_out))
         self.model = model.to(self.device)
+        self._problems: list[str] = []
 
     @cached_property
     def optimizer(self) -> Optimizer:
         """Made when it is first needed: a model that only scores holds no FP32 masters and no moments."""
-        return Optimizer(self.model.named_parameters(), self.config)
+        replicas = None
+        if self.ranks.count > 1:
+            place = self.ranks.place
+
+            def replicas(name: str) -> Replicas:
+                return self.ranks.replicas(place.global_name(name, self.architecture))
+
+        return Optimizer(self.model.named_parameters(), self.config, replicas)
 
     @property
     def steps(self) -> int:
@@ -81,48 +114,123 @@ class Trainable:
 
     def checkpoint(self, folder: str | Path) -> None:
         """Write weights, optimiser, step count and generator state into a new folder."""
-        checkpoint.save(Path(folder), self.model, self.optimizer, self._identity())
+        checkpoint.save(Path(folder), self._checkpointed())
 
     def restore(self, folder: str | Path) -> None:
-        """Go on from `checkpoint`, bit for bit. Raises ValueError when it belongs to another model or map."""
-        checkpoint.load(Path(folder), self.model, self.optimizer, self._identity())
+        """Go on from `checkpoint`, which may have been written under another layout; under the same one bit for bit.
 
-    def _initial_weights(
-        self, state: dict[str, torch.Tensor], shapes: Mapping[str, torch.Size]
-    ) -> dict[str, torch.Tensor]:
-        """A value for each parameter. state: the tensors of the model folder; shapes: of the parameters."""
-        return convert.to_megatron(state, self.rules, shapes)
+        Raises ValueError when it belongs to another model or map.
+        """
+        checkpoint.load(Path(folder), self._checkpointed())
+
+    def _checkpointed(self) -> checkpoint.State:
+        parts = (self.model, self.optimizer, self.ranks, self.architecture)
+        return checkpoint.State(*parts, self._identity())
+
+    def _load(self, model: Trunk, state: FolderState) -> None:
+        """Every parameter from the model folder, this process's block of it; else zero."""
+        convert.check_fits(state, self.rules, self.shapes)
+        by_name = {rule.megatron: rule for rule in self.rules}
+        place = self.ranks.place
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                whole_name = place.global_name(name, self.architecture)
+                if whole_name in by_name:
+                    box = place.box(whole_name, tuple(parameter.shape))
+                    parameter.copy_(convert.block_of(state, by_name[whole_name], box))
+                else:
+                    parameter.zero_()
 
     def _step(self, batch: TrainBatch, loss_of: LossOf, lr: float | None = None) -> dict[str, float]:
-        """One optimiser step over the whole mini-batch, of which `batch` holds this rank's rows.
+        """One optimiser step over the whole mini-batch.
 
         Returns the loss, what `loss_of` sums divided by the tokens in the loss mask, `grad_norm` (before clipping),
-        `lr` and `tokens`, all of the whole mini-batch.
+        `lr` and `tokens`.
         """
         with self.ranks.together():
             _check_finite_inputs(batch)
             self._check_sequences(batch.tokens, batch.lengths, batch.loss_mask)
-        totals = self.ranks.sum_totals(batch.totals)
+        totals = batch.totals
         if totals.tokens == 0:
             raise ValueError("the batch has no token in its loss mask")
+        passes = self.ranks.passes(batch.lengths, self.config.micro_batch_tokens)
+        parts: dict[int, TrainBatch] = {}  # those under way
         sums: defaultdict[str, float] = defaultdict(float)
+
+        def forward(number: int) -> torch.Tensor:
+            part = batch.select(passes[number].rows)
+            if passes[number].idle:
+                part = replace(part, loss_mask=torch.zeros_like(part.loss_mask))
+            parts[number] = part = part.to(self.device)
+            return self._hidden(Part(part.tokens, Packing.of(part.lengths), part.loss_mask, part.routes))
+
+        def finish(number: int, hidden: torch.Tensor) -> torch.Tensor:
+            part = parts.pop(number)
+            states = hidden[Packing.of(part.lengths).before(part.loss_mask)]
+            loss, found = loss_of(states, part, totals)
+            if not torch.isfinite(loss):
+                self._problems.append(f"the loss of a micro-batch is {loss.item()}; no weight was changed")
+            sums["loss"] += loss.item()
+            for name, value in found.items():
+                sums[name] += value.item() / totals.tokens
+            return loss
+
         self.optimizer.zero_grad()
         with deterministic():
-            with self.ranks.together(), self._guarded():
-                for part in batch.micro_batches(self.config.micro_batch_tokens):
-                    loss, found = loss_of(part.to(self.device), totals)
-                    if not torch.isfinite(loss):
-                        raise FloatingPointError(
-                            f"the loss of a micro-batch is {loss.item()}; no weight was changed"
-                        )
-                    loss.backward()
-                    sums["loss"] += loss.item()
-                    for name, value in found.items():
-                        sums[name] += value.item() / totals.tokens
-            self.ranks.sum_gradients(self.optimizer.masters.values())
+            with self._lockstep():
+                schedule.run(self.model, len(passes), forward, finish, train=True)
+            self.optimizer.reduce()
             grad_norm, used_lr = self.optimizer.step(lr)
         metrics = self.ranks.sum_metrics(sums)
         return {**metrics, "grad_norm": grad_norm, "lr": used_lr, "tokens": float(totals.tokens)}
+
+    def _each(
+        self,
+        tokens: torch.Tensor,
+        lengths: torch.Tensor,
+        loss_mask: torch.Tensor,
+        keep: Keep,
+        routes: torch.Tensor | None = None,
+        see: Callable[[Part, torch.Tensor], None] | None = None,
+    ) -> None:
+        """Without a gradient, `keep` of the states before the tokens in the loss mask of each micro-batch, on the last
+        stage; `see` is called after every forward pass, with the micro-batch's rows. Neither is for idle passes.
+        """
+        passes = self.ranks.passes(lengths, self.config.micro_batch_tokens)
+        parts: dict[int, Part] = {}
+
+        def forward(number: int) -> torch.Tensor:
+            rows = passes[number].rows
+            width = int(lengths[rows].max())
+            chosen = (tokens[rows, :width], loss_mask[rows, :width])
+            own_tokens, mask = (tensor.to(self.device) for tensor in chosen)
+            replay = None if routes is None else routes[rows, :width].to(self.device)
+            part = Part(own_tokens, Packing.of(lengths[rows].to(self.device)), mask, replay)
+            hidden = self._hidden(part)
+            parts[number] = part
+            if see is not None and not passes[number].idle:
+                see(part, rows)
+            return hidden
+
+        def finish(number: int, hidden: torch.Tensor) -> torch.Tensor:
+            part = parts.pop(number)
+            if not passes[number].idle:
+                keep(hidden[part.packing.before(part.loss_mask)], part, passes[number].rows)
+            return hidden
+
+        with torch.no_grad(), deterministic(), self._lockstep():
+            schedule.run(self.model, len(passes), forward, finish, train=False)
+
+    @contextmanager
+    def _lockstep(self) -> Iterator[None]:
+        """Around passes through the model. Values that are not finite are reported at the end, as the ranks wait for
+        each other in every layer; an error on any rank stops all.
+        """
+        self._problems.clear()
+        with self.ranks.together(), self._guarded():
+            yield
+            if self._problems:
+                raise FloatingPointError(self._problems[0])
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:
@@ -134,15 +242,11 @@ class Trainable:
         finally:
             check_guards(experts.guard for experts in self.model.experts())
 
-    def _hidden_before(
-        self, tokens: torch.Tensor, packing: Packing, mask: torch.Tensor, routes: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """[N, H]: for each of N tokens of mask bool [B, S], row after row, the state in which it was chosen.
-
-        tokens: int64 [B, S]; routes: int16 [B, S, layers, k], the experts to take (see `learner.replay`).
-        """
-        packed_routes = None if routes is None else packing.pack(routes)
-        return self.model.hidden_states(packing.pack(tokens), packing, packed_routes)[packing.before(mask)]
+    def _hidden(self, part: Part) -> torch.Tensor:
+        """[T, H]: the state after each packed token; before the last pipeline stage, what goes to the next."""
+        packing = part.packing
+        routes = None if part.routes is None else packing.pack(part.routes)
+        return self.model.hidden_states(packing.pack(part.tokens), packing, routes)
 
     def _check_sequences(self, tokens: torch.Tensor, lengths: torch.Tensor, mask: torch.Tensor) -> None:
         check_sequences(tokens, lengths, mask)

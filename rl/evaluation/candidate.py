@@ -8,10 +8,10 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import load_file
 
 from kernels.catalogue import named_spec
 from kernels.precision_map import PrecisionMap
+from learner.checkpoint import read_weights
 from learner.convert import to_hf
 from learner.families.architecture import Architecture
 from learner.families.registry import family_of
@@ -155,5 +155,5 @@ def convert_checkpoint(checkpoint: Path, base: Path, out: Path) -> None:
     if saved != present:
         differing = sorted(key for key in saved.keys() | present.keys() if saved.get(key) != present.get(key))
         raise DataError(f"{checkpoint} holds a model of another shape than {base}: {', '.join(differing)}")
-    weights = load_file(checkpoint / "weights.safetensors")
+    weights = read_weights(checkpoint)
     write_model(out, config, dict(to_hf(weights, rules(family, architecture))), carry_from(base))

@@ -31,6 +31,7 @@ from learner.config import CorrectionConfig, CriticConfig, KLConfig, LearnerConf
         ("tensor_parallel", 0),
         ("expert_parallel", 0),
         ("pipeline_parallel", 0),
+        ("context_parallel", 2),
     ],
 )
 def test_learner_config_names_field_value_and_rule(field: str, value: object) -> None:
