@@ -27,14 +27,11 @@ from kernels.swiglu import cast_coefficients
 
 def slot_spec(spec: ExecutionSpec) -> ExecutionSpec:
     """Of a layer that gives FC2 rows as they are: one expert a token, nothing rounded after FC2."""
-    once = {
-        "combine": Combine.SLOT_ORDER,
-        "combine_sum": FloatType.FP32,
-        "output": spec.fc2_output,
-    }
-    if spec.router_position is RouterPosition.FC2_OUTPUT:  # then multiplied in `gather`, by 1 before
-        once |= {"router_coefficient": FloatType.FP32, "router_product": FloatType.FP32}
-    return replace(spec, **once)
+    own = replace(spec, combine=Combine.SLOT_ORDER, combine_sum=FloatType.FP32, output=spec.fc2_output)
+    if spec.router_position is not RouterPosition.FC2_OUTPUT:
+        return own
+    # The coefficient is multiplied in `gather`, and is 1 before.
+    return replace(own, router_coefficient=FloatType.FP32, router_product=FloatType.FP32)
 
 
 def slot_coefficients(topk_weights: torch.Tensor, spec: ExecutionSpec) -> torch.Tensor:

@@ -40,6 +40,7 @@ class LearnerConfig:
     )
     pipeline_parallel: int = 1  # stages into which the layers are cut
     context_parallel: int = 1
+    transformer_engine: bool = True  # use it on a GPU where it is installed, outside the experts
     recompute: bool = False  # keep only layers' inputs for the gradient, and compute activations again
 
     def __post_init__(self) -> None:

@@ -81,6 +81,11 @@ class Layout:
 
     def problems(self, model: Architecture) -> Iterator[str]:
         """Why `model` cannot be shared like this."""
+        if self.stage_ranks % self.expert:
+            yield (
+                f"expert_parallel={self.expert} must divide tensor_parallel x data_parallel = {self.stage_ranks}, the"
+                " processes that hold the same layers"
+            )
         for key, count, counted, number in (
             ("tensor_parallel", self.tensor, "key-value heads", model.kv_heads),
             ("tensor_parallel", self.tensor, "tokens of the vocabulary", model.vocab),

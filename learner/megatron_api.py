@@ -50,4 +50,14 @@ __all__ = [
     "get_default_pg_collection",
     "get_gpt_layer_local_spec",
     "parallel_state",
+    "transformer_engine_modules",
 ]
+
+
+def transformer_engine_modules() -> tuple[str, type, type, type]:
+    """Version of Transformer Engine, which must be installed, and Megatron's norm and linear layers made of it."""
+    from megatron.core.extensions import transformer_engine as modules
+    from megatron.core.utils import get_te_version
+
+    layers = (modules.TENorm, modules.TEColumnParallelLinear, modules.TERowParallelLinear)
+    return str(get_te_version()), *layers

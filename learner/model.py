@@ -13,6 +13,7 @@ from torch import nn
 
 from kernels.precision_map import PrecisionMap
 from kernels.routing import NO_ROUTE
+from learner.dense import DenseModules
 from learner.families.architecture import Architecture
 from learner.layout import Layout, Place
 from learner.megatron_api import (
@@ -24,7 +25,7 @@ from learner.megatron_api import (
     gather_from_sequence_parallel_region,
     get_gpt_layer_local_spec,
 )
-from learner.modules import CausalAttention, RecomputedLayer, RMSNorm, Rotary, Router
+from learner.modules import CausalAttention, RecomputedLayer, Rotary, Router
 from learner.moe import Experts, SpecifiedMoELayer
 from learner.packing import Packing
 from learner.replay import RouteReplay, replayed
@@ -33,7 +34,8 @@ from learner.replay import RouteReplay, replayed
 class Trunk(GPTModel):
     """A GPTModel that stops before the output layer, or the part of it that the process at `place` holds.
 
-    recompute: whether a gradient computes each layer's activations anew, so that only layers' inputs are kept.
+    dense: what norms and projections are made of. recompute: whether a gradient computes each layer's activations anew,
+    so that only layers' inputs are kept.
     """
 
     def __init__(
@@ -42,13 +44,16 @@ class Trunk(GPTModel):
         precision_map: PrecisionMap,
         dtype: torch.dtype,
         place: Place,
+        dense: DenseModules,
         recompute: bool = False,
     ) -> None:
-        layers = [_layer_spec(architecture, precision_map, i, recompute) for i in place.layers(architecture)]
+        layers = [
+            _layer_spec(architecture, precision_map, i, dense, recompute) for i in place.layers(architecture)
+        ]
         with _without_mlp_warning():
             super().__init__(
                 _transformer_config(architecture, dtype, place.layout),
-                TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm),
+                TransformerBlockSubmodules(layer_specs=layers, layer_norm=dense.norm),
                 vocab_size=architecture.vocab,
                 max_sequence_length=architecture.max_positions,
                 pre_process=place.first_stage,
@@ -140,10 +145,12 @@ class ValueModel(Trunk):
         precision_map: PrecisionMap,
         dtype: torch.dtype,
         place: Place,
+        dense: DenseModules,
         recompute: bool = False,
     ) -> None:
         # Megatron allocates no output layer where it is said to be the embedding, if that is there.
-        super().__init__(replace(architecture, tied_embeddings=True), precision_map, dtype, place, recompute)
+        tied = replace(architecture, tied_embeddings=True)
+        super().__init__(tied, precision_map, dtype, place, dense, recompute)
         self.output_layer = None
         if place.last_stage:
             self.value_head = nn.Linear(architecture.hidden, 1, dtype=torch.float32)
@@ -206,18 +213,20 @@ def _transformer_config(architecture: Architecture, dtype: torch.dtype, layout: 
 
 
 def _layer_spec(
-    architecture: Architecture, precision_map: PrecisionMap, layer: int, recompute: bool
+    architecture: Architecture, precision_map: PrecisionMap, layer: int, dense: DenseModules, recompute: bool
 ) -> ModuleSpec:
     spec = get_gpt_layer_local_spec(
         num_experts=architecture.experts, qk_layernorm=architecture.qk_norm, normalization="RMSNorm"
     )
     spec.module = RecomputedLayer if recompute else spec.module
     parts = spec.submodules
-    parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
+    parts.input_layernorm = parts.pre_mlp_layernorm = dense.norm
     attention = parts.self_attention.submodules
     attention.core_attention = CausalAttention
     if architecture.qk_norm:
-        attention.q_layernorm = attention.k_layernorm = RMSNorm
+        attention.q_layernorm = attention.k_layernorm = dense.norm
+    attention.linear_qkv = dense.column_linear or attention.linear_qkv
+    attention.linear_proj = dense.row_linear or attention.linear_proj
     own = {"execution_spec": precision_map.spec_for(layer), "layer": layer}
     experts = ModuleSpec(module=Experts, params=own)
     parts.mlp = ModuleSpec(module=SpecifiedMoELayer, submodules=MoESubmodules(experts=experts, router=Router))

@@ -269,7 +269,7 @@ class Policy(Trainable):
             engine="megatron",
             precision_map=self.precision_map,
             backend=names(layer.backend for layer in experts),
-            expert_layers=len(experts),
+            expert_layers=self.architecture.layers,
             expert_calls=sum(layer.calls for layer in experts),
         )
 

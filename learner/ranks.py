@@ -26,6 +26,10 @@ from learner.megatron_api import gather_from_tensor_model_parallel_region, paral
 _PARTIAL = ("layernorm.weight", ".mlp.router.weight")
 
 
+class OtherRankFailed(RuntimeError):
+    """An error on another of the processes that share a model; what it was, that one says."""
+
+
 @dataclass(frozen=True)
 class Pass:
     """A micro-batch: rows int64 of the mini-batch. idle: for company only, as other ranks have more micro-batches and
@@ -180,7 +184,7 @@ class Ranks:
     def together(self) -> Iterator[None]:
         """Around work of one rank, which may fail: an error on any rank stops all of them here.
 
-        The others raise RuntimeError, rather than wait for ever for the rank that failed.
+        The others raise OtherRankFailed, rather than wait for ever for the rank that failed.
         """
         try:
             yield
@@ -189,4 +193,4 @@ class Ranks:
             raise
         failed = int(self.merge(torch.zeros(1)).item())
         if failed:
-            raise RuntimeError(f"{failed} of {self.count} ranks failed; no weight was changed")
+            raise OtherRankFailed(f"{failed} of {self.count} ranks failed; no weight was changed")

@@ -24,13 +24,6 @@ def start(config: LearnerConfig) -> torch.device:
     RuntimeError when the device is absent, and ValueError when a process group of another size, or groups of another
     layout, exist.
     """
-    if config.recompute:
-        raise ValueError("LearnerConfig.recompute=True: this learner keeps all activations")
-    for name in ("tensor_parallel", "expert_parallel", "pipeline_parallel"):
-        if (value := getattr(config, name)) != 1:
-            raise ValueError(
-                f"LearnerConfig.{name}={value} must be 1: each process of the learner holds the whole model"
-            )
     device = torch.device(config.device)
     layout = Layout.of(config)
     if layout.ranks > 1:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from kernels.guard import check_guards
 from kernels.precision_map import PrecisionMap
-from learner import checkpoint, convert, schedule
+from learner import checkpoint, convert, dense, schedule
 from learner.batch import Totals, TrainBatch, check_sequences
 from learner.config import LearnerConfig
 from learner.families.architecture import Architecture
@@ -90,7 +90,8 @@ class Trainable:
             rule.megatron: parameter_shapes(self.architecture)[rule.megatron] for rule in self.rules
         }
         dtype = getattr(torch, config.dtype)
-        model = self.model_class(self.architecture, precision_map, dtype, self.ranks.place, config.recompute)
+        parts = (self.ranks.place, dense.choose(self.device, config.transformer_engine))
+        model = self.model_class(self.architecture, precision_map, dtype, *parts, config.recompute)
         self._load(model, FolderState(self.model_dir, self.left_out))
         self.model = model.to(self.device)
         self._problems: list[str] = []

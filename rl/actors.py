@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from kernels.precision_map import PrecisionMap
 from kernels.report import EngineReport
@@ -20,13 +20,24 @@ if TYPE_CHECKING:
     from learner.policy import Scores
     from rl.cluster import Remote
     from rl.config import SyncConfig
+    from rl.group import Group
     from rl.rollout import Sequences
+    from rl.sync.follower import Follower
     from rl.sync.protocol import Announcement, Held
     from rl.sync.receiver import Installed
     from rl.sync.sender import Sent
     from rl.sync.transport import Parcel
     from sampler.config import SamplerConfig, SamplingConfig
     from sampler.engine import Completion
+
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def collective(method: Method) -> Method:
+    """Marks what all processes that share a model must call together; see `rl.group`."""
+    method.collective = True  # type: ignore[attr-defined]
+    return method
 
 
 class Actor:
@@ -41,6 +52,7 @@ class Actor:
             os.dup2(descriptor, 1)
             os.dup2(descriptor, 2)
 
+    @collective
     def ready(self) -> bool:
         return True
 
@@ -48,8 +60,24 @@ class Actor:
         return peak_memory_mib()
 
 
-class LearnerActor(Actor):
+class RankActor(Actor):
+    """One of the processes that share a model, which torchrun's environment variables tell of each other."""
+
+    rank = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rank = int(os.environ.get("RANK", "0"))
+
+    def silently(self, method: str, *args: Any, **kwargs: Any) -> None:
+        """The call of a rank whose result nobody asks for."""
+        getattr(self, method)(*args, **kwargs)
+
+
+class LearnerActor(RankActor):
     """`learner.policy.Policy` behind Ray."""
+
+    follower: Follower | None = None  # on ranks other than 0, which send nothing to samplers
 
     def __init__(self, model_dir: Path, precision_map: PrecisionMap, config: LearnerConfig, seed: int):
         super().__init__()
@@ -60,6 +88,7 @@ class LearnerActor(Actor):
     def report(self) -> EngineReport:
         return self.policy.report()
 
+    @collective
     def score(
         self, sequences: Sequences, temperature: float, top_p: float, replay: str | None = None
     ) -> Scores:
@@ -74,6 +103,7 @@ class LearnerActor(Actor):
             return_routes=replay == "r2" or (replay is not None and sequences.routes is not None),
         )
 
+    @collective
     def update(
         self, batch: TrainBatch, objective: ObjectiveConfig, temperature: float, top_p: float
     ) -> dict[str, float]:
@@ -86,16 +116,22 @@ class LearnerActor(Actor):
     def device_name(self) -> str:
         return device_name(self.policy.device)
 
+    @collective
     def supervised_step(
         self, tokens: torch.Tensor, lengths: torch.Tensor, loss_mask: torch.Tensor, lr: float
     ) -> float:
         return self.policy.supervised_step(tokens, lengths, loss_mask, lr=lr)
 
+    @collective
     def open_sender(self, precision_map: PrecisionMap, keep: bool, transport: str) -> None:
         """Before any sync: what samplers hold, and how it travels; see `rl.sync.sender.Sender`."""
+        from rl.sync.follower import Follower
         from rl.sync.links import open_outlet
         from rl.sync.sender import Sender
 
+        self.follower = Follower(self.policy, precision_map) if self.rank else None
+        if self.rank:
+            return
         self.sender = Sender(self.policy, precision_map, keep)
         self.outlet = open_outlet(transport)
 
@@ -121,42 +157,65 @@ class LearnerActor(Actor):
     def kept_root(self) -> str | None:
         return self.sender.kept_root
 
+    @collective
     def open_sync(
         self, session: str, version: int, codec: str, bucket_bytes: int, base: str | None
-    ) -> Announcement:
+    ) -> Announcement | None:
+        if self.follower is not None:
+            self.follower.open(codec, bucket_bytes)
+            return None
         return self.sender.open(session, version, codec, bucket_bytes, base)
 
-    def open_kept(self, session: str, bucket_bytes: int) -> Announcement:
+    @collective
+    def open_kept(self, session: str, bucket_bytes: int) -> Announcement | None:
+        if self.follower is not None:
+            self.follower.open_kept()
+            return None
         return self.sender.open_kept(session, bucket_bytes)
 
     def address(self, receivers: Sequence[int]) -> None:
         self.outlet.address(receivers)
 
-    def ship(self) -> Parcel:
+    @collective
+    def ship(self) -> Parcel | None:
         """Make the next chunk and begin to send it."""
+        if self.follower is not None:
+            self.follower.chunk()
+            return None
         return self.outlet.ship(self.sender.chunk())
 
-    def close_sync(self) -> Sent:
+    @collective
+    def close_sync(self) -> Sent | None:
+        if self.follower is not None:
+            self.follower.close()
+            return None
         return self.sender.close()
 
     def release(self) -> None:
         """The receivers have no more use for what was shipped."""
         self.outlet.flush()
 
+    @collective
     def abort_sync(self) -> None:
-        self.sender.abort()
+        if self.follower is not None:
+            self.follower.abort()
+        else:
+            self.sender.abort()
 
+    @collective
     def checkpoint(self, folder: Path) -> None:
         self.policy.checkpoint(folder)
 
+    @collective
     def restore(self, folder: Path) -> None:
         self.policy.restore(folder)
 
+    @collective
     def save_hf(self, folder: Path) -> None:
         self.policy.save_hf(folder)
 
 
-class CriticActor(Actor):
+class CriticActor(RankActor):
     """`learner.critic.Critic` behind Ray."""
 
     def __init__(
@@ -172,15 +231,19 @@ class CriticActor(Actor):
 
         self.critic = Critic(model_dir, precision_map, config, critic, seed)
 
+    @collective
     def values(self, sequences: Sequences) -> torch.Tensor:
         return self.critic.values(sequences.tokens, sequences.lengths, sequences.loss_mask)
 
+    @collective
     def update(self, batch: TrainBatch) -> dict[str, float]:
         return self.critic.update(batch)
 
+    @collective
     def checkpoint(self, folder: Path) -> None:
         self.critic.checkpoint(folder)
 
+    @collective
     def restore(self, folder: Path) -> None:
         self.critic.restore(folder)
 
@@ -252,7 +315,11 @@ class WeightSyncActor(Actor):
     """`rl.sync.weight_sync.WeightSync` behind Ray."""
 
     def __init__(
-        self, learner: Remote, samplers: Sequence[Remote], precision_map: PrecisionMap, config: SyncConfig
+        self,
+        learner: Remote | Group,
+        samplers: Sequence[Remote],
+        precision_map: PrecisionMap,
+        config: SyncConfig,
     ):
         super().__init__()
         from rl.sync.weight_sync import WeightSync

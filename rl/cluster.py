@@ -16,6 +16,7 @@ from typing import Any
 
 from rl.errors import ClusterError
 
+HOST = "127.0.0.1"  # where everything listens
 LOG_VARIABLE = "MINITE_ACTOR_LOG"  # where an actor's output goes
 
 _RAY_ENVIRONMENT = {
@@ -87,7 +88,7 @@ def _start_ray(object_store_mib: int) -> None:
             address="local",
             num_cpus=1,  # also the idle workers that Ray starts ahead; actors ask for none
             include_dashboard=False,
-            _node_ip_address="127.0.0.1",
+            _node_ip_address=HOST,
             object_store_memory=object_store_mib * 2**20,
             log_to_driver=False,
             logging_level=logging.ERROR,
@@ -100,14 +101,22 @@ def _start_ray(object_store_mib: int) -> None:
         ) from error
 
 
-def start_actor(actor_class: Any, name: str, threads: int, log: Path, *args: Any) -> Remote:
+def start_actor(
+    actor_class: Any,
+    name: str,
+    threads: int,
+    log: Path,
+    *args: Any,
+    environment: Mapping[str, str] | None = None,
+) -> Remote:
     """Begin to start one Ray actor of the class `actor_class`; ``wait(actor.later.ready())`` waits until it is there.
 
-    `threads` is the number of threads of its tensor operations; what it prints goes to the file `log`.
+    `threads` is the number of threads of its tensor operations; what it prints goes to the file `log`. `environment`:
+    variables beside those that all have.
     """
     import ray
 
-    environment = _ENGINE_ENVIRONMENT | {LOG_VARIABLE: str(log)}
+    environment = _ENGINE_ENVIRONMENT | {LOG_VARIABLE: str(log)} | dict(environment or {})
     if threads:
         environment["OMP_NUM_THREADS"] = str(threads)
     # The actors of a run take turns on the cores: Ray must not keep one waiting until a core is its own.
@@ -117,11 +126,12 @@ def start_actor(actor_class: Any, name: str, threads: int, log: Path, *args: Any
     return Remote(ray.remote(actor_class).options(**options).remote(*args))
 
 
-def stop_actor(remote: Remote) -> None:
-    """End an actor's process."""
+def stop_actor(remote: Any) -> None:
+    """End an actor's process, or those of a group (`rl.group`)."""
     import ray
 
-    ray.kill(remote._handle)
+    for member in [remote] if isinstance(remote, Remote) else remote.members:
+        ray.kill(member._handle)
 
 
 class ActorDied(RuntimeError):

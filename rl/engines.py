@@ -14,6 +14,7 @@ from rl.actors import CriticActor, LearnerActor, SamplerActor, WeightSyncActor, 
 from rl.cluster import Remote, start_actor, stop_actor, wait
 from rl.devices import device_of
 from rl.fleet import Fleet
+from rl.group import Group, start_group
 from rl.models import cached_folder, folder_digest, model_architecture
 from rl.plan import Plan
 from rl.records.view import RunView
@@ -31,11 +32,11 @@ class Engines:
     function.
     """
 
-    learner: Remote
+    learner: Remote | Group
     weight_sync: Fleet
     hardware: Hardware
-    reference: Remote | None = None
-    critic: Remote | None = None
+    reference: Remote | Group | None = None
+    critic: Remote | Group | None = None
 
     @property
     def samplers(self) -> Sequence[Remote]:
@@ -51,7 +52,7 @@ class Engines:
 
     def memory(self) -> dict[str, float]:
         """Peak resident memory of every process, the driver's too, in MiB, by the names of `rl.metrics`."""
-        named: dict[str, Remote | Fleet | None] = {
+        named: dict[str, Remote | Group | Fleet | None] = {
             "learner": self.learner,
             "weight_sync": self.weight_sync,
             "reference": self.reference,
@@ -121,10 +122,10 @@ def _hardware(plan: Plan, learner: Remote, sampler: Remote) -> Hardware:
 
 def _start_learner(
     plan: Plan, model: Path, precision_map: PrecisionMap, folder: RunFolder, name: str = "learner"
-) -> Remote:
-    config, log_file = plan.config, folder.path / f"{name}.log"
+) -> Remote | Group:
+    config = plan.config
     arguments = (model, precision_map, config.learner, config.run.seed)
-    return start_actor(LearnerActor, name, config.learner.threads, log_file, *arguments)
+    return start_group(LearnerActor, name, config.learner, folder.path, *arguments)
 
 
 def _start_sampler(plan: Plan, model: Path, folder: RunFolder, index: int) -> Remote:
@@ -134,8 +135,8 @@ def _start_sampler(plan: Plan, model: Path, folder: RunFolder, index: int) -> Re
     return start_actor(SamplerActor, name, config.sampler.threads, folder.path / f"{name}.log", *arguments)
 
 
-def _start_critic(plan: Plan, model: Path, folder: RunFolder) -> Remote:
-    config, log_file = plan.config, folder.path / "critic.log"
+def _start_critic(plan: Plan, model: Path, folder: RunFolder) -> Remote | Group:
+    config = plan.config
     arguments = (
         model,
         plan.learner_map,
@@ -143,7 +144,7 @@ def _start_critic(plan: Plan, model: Path, folder: RunFolder) -> Remote:
         config.algorithm.objective.critic,
         config.run.seed,
     )
-    return start_actor(CriticActor, "critic", config.learner.threads, log_file, *arguments)
+    return start_group(CriticActor, "critic", config.learner, folder.path, *arguments)
 
 
 def _warm_model(plan: Plan, folder: RunFolder, view: RunView) -> Path:

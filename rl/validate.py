@@ -12,6 +12,7 @@ from kernels.catalogue import named_spec
 from kernels.precision_map import PrecisionMap
 from kernels.spec import ExecutionSpec
 from learner.families.architecture import Architecture
+from learner.layout import Layout
 from rl.config import Config, SpecConfig
 from rl.errors import ConfigError
 
@@ -41,18 +42,23 @@ def resolve_maps(config: SpecConfig, layers: int) -> tuple[PrecisionMap, Precisi
 
 def check_against_model(config: Config, model: Architecture) -> None:
     """Raise ConfigError unless the model fits the specification, the layout and the engines' limits."""
-    problems = [*model_problems(config, model), *_start_problems(config)]
+    problems = [*model_problems(config, model), *_start_problems(config, model)]
     if problems:
         raise ConfigError("; ".join(problems))
 
 
-def _start_problems(config: Config) -> Iterator[str]:
+def _start_problems(config: Config, model: Architecture) -> Iterator[str]:
     """What this machine, or this version, cannot start, whatever another could."""
-    for key in ("data_parallel", "tensor_parallel", "expert_parallel", "pipeline_parallel"):
-        if (value := getattr(config.learner, key)) != 1:
-            yield f"learner.{key}={value}: must be 1, a run starts one learner (plan=true plans for more)"
-    if config.learner.recompute:
-        yield "learner.recompute=True: must be False, the learner keeps all activations (plan=true plans for it)"
+    for problem in Layout.of(config.learner).problems(model):
+        yield f"learner.{problem}"
+    algorithm = config.algorithm
+    fewest = (algorithm.min_groups or algorithm.prompts_per_iteration) * algorithm.group_size
+    if fewest // algorithm.updates_per_iteration < config.learner.data_parallel:
+        yield (
+            f"learner.data_parallel={config.learner.data_parallel}: an iteration may learn from as few as {fewest}"
+            f" responses in algorithm.updates_per_iteration={algorithm.updates_per_iteration} updates, each of which"
+            " needs one for every replica"
+        )
     if (ranks := config.sampler.tensor_parallel) != 1:
         yield f"sampler.tensor_parallel={ranks}: must be 1, an engine has one process (plan=true plans for more)"
     if config.sync.transport == "cuda_ipc" and not torch.cuda.is_available():

@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-
 from kernels.catalogue import named_spec
 from kernels.precision_map import PrecisionMap
 from learner.checkpoint import read_weights

@@ -121,7 +121,7 @@ class Sender:
             raise ProtocolError(
                 f"weights version {version}: content {base} is not what was kept, {self.kept_root}"
             )
-        chosen = _codec(codec)
+        chosen = chosen_codec(codec)
         export = self._source.export_operands if chosen.operands else self._source.export
         kept = self._kept.tensors if self._kept is not None else {}
         self._begin(session, version, chosen, bucket_bytes, export(self._map), base, kept, from_kept=False)
@@ -139,7 +139,14 @@ class Sender:
         self._require_closed(self._kept.version)
         stream = iter(self._kept.tensors.items())
         self._begin(
-            session, self._kept.version, _codec("packed"), bucket_bytes, stream, None, {}, from_kept=True
+            session,
+            self._kept.version,
+            chosen_codec("packed"),
+            bucket_bytes,
+            stream,
+            None,
+            {},
+            from_kept=True,
         )
         assert self._export is not None
         return self._export.said
@@ -205,12 +212,7 @@ class Sender:
         kept: Mapping[str, torch.Tensor],
         from_kept: bool,
     ) -> None:
-        layout = self._source.export_layout(self._map)
-        manifest: Manifest = {
-            name: TensorSpec(str(dtype).removeprefix("torch."), shape)
-            for name, (shape, dtype) in layout.items()
-        }
-        cut = buckets(codec.travels(manifest, self._map.layers), bucket_bytes)
+        manifest, cut = manifest_and_cut(self._source, self._map, codec, bucket_bytes)
         fingerprint = self._map.fingerprint
         said = Announcement(session, version, fingerprint, codec.name, manifest, base, len(cut), bucket_bytes)
         self._export = _Export(said, codec, cut, stream, kept if base is not None else {}, from_kept)
@@ -247,7 +249,18 @@ class Sender:
             )
 
 
-def _codec(name: str) -> Codec:
+def manifest_and_cut(
+    source: Source, precision_map: PrecisionMap, codec: Codec, bucket_bytes: int
+) -> tuple[Manifest, list[list[str]]]:
+    """What receivers shall hold, and the names of what travels in each chunk."""
+    layout = source.export_layout(precision_map)
+    manifest: Manifest = {
+        name: TensorSpec(str(dtype).removeprefix("torch."), shape) for name, (shape, dtype) in layout.items()
+    }
+    return manifest, buckets(codec.travels(manifest, precision_map.layers), bucket_bytes)
+
+
+def chosen_codec(name: str) -> Codec:
     if name not in CODECS:
         raise ValueError(f"the codec {name!r} is unknown; there are {', '.join(CODECS)}")
     return CODECS[name]

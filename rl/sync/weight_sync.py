@@ -13,6 +13,7 @@ from kernels.precision_map import PrecisionMap
 from kernels.report import EngineReport
 from rl.cluster import ActorDied, Remote, as_done, wait
 from rl.config import SyncConfig
+from rl.group import Group
 from rl.sync.protocol import Announcement, attest
 from rl.sync.receiver import Installed
 from rl.sync.sender import Sent
@@ -35,7 +36,11 @@ class WeightSync:
     """
 
     def __init__(
-        self, learner: Remote, samplers: Sequence[Remote], precision_map: PrecisionMap, config: SyncConfig
+        self,
+        learner: Remote | Group,
+        samplers: Sequence[Remote],
+        precision_map: PrecisionMap,
+        config: SyncConfig,
     ) -> None:
         self.learner = learner
         self.precision_map = precision_map

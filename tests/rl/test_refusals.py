@@ -60,7 +60,17 @@ CASES = {
     "unknown codec": (["sync.codec=zip"], "sync.codec='zip'"),
     "buckets of nothing": (["sync.bucket_mib=0"], "sync.bucket_mib=0"),
     "no sampler": (["run.samplers=0"], "run.samplers=0"),
-    "several learners": (["learner.data_parallel=2"], "learner.data_parallel=2"),
+    "heads that cannot be cut": (["learner.tensor_parallel=3"], "learner.tensor_parallel=3 does not divide"),
+    "experts for too few processes": (["learner.expert_parallel=2"], "learner.expert_parallel=2"),
+    "layers that make no stages": (
+        ["learner.pipeline_parallel=16"],
+        "learner.pipeline_parallel=16 does not divide",
+    ),
+    "more replicas than rows": (
+        ["learner.data_parallel=33"],
+        "learner.data_parallel=33: an iteration may learn",
+    ),
+    "a sequence that is cut": (["learner.context_parallel=2"], "learner.context_parallel=2"),
     "seed below zero": (["run.seed=-1"], "run.seed=-1"),
     "greedy training": (["algorithm.sampling.temperature=0"], "algorithm.sampling.temperature=0"),
     "more experts a token than there are": (["model.hf_config.num_experts_per_tok=9"], "9 experts a token"),

@@ -1,0 +1,127 @@
+"""The processes that share one model, as if they were one actor.
+
+    group = start_group(LearnerActor, "learner", config.learner, log, *arguments)
+    scores = group.score(...)       # all ranks work, rank 0 answers
+    group.later.ship()              # the reference of rank 0's answer
+
+What is marked `rl.actors.collective` is called on all ranks, with the same arguments and in the same order; anything
+else on rank 0 alone.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from learner.config import LearnerConfig
+from learner.ranks import OtherRankFailed
+from rl.cluster import HOST, Remote, start_actor, wait
+
+_PATIENCE_S = 20.0  # after an error on one rank, for that on which it rests
+
+
+def start_group(
+    actor_class: type, name: str, config: LearnerConfig, folder: Path, *args: Any
+) -> Remote | Group:
+    """Begin to start the processes that `config` asks for; with one process, a plain actor. Logs go to `folder`."""
+    if config.processes == 1:
+        return start_actor(actor_class, name, config.threads, folder / f"{name}.log", *args)
+    common = {"WORLD_SIZE": str(config.processes), "MASTER_ADDR": HOST, "MASTER_PORT": str(_free_port())}
+    common["GLOO_SOCKET_IFNAME"] = "lo"  # all are on this machine, and nobody else may join
+    members = []
+    for rank in range(config.processes):
+        own = f"{name}_{rank}" if rank else name
+        environment = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        log = folder / f"{own}.log"
+        members.append(start_actor(actor_class, own, config.threads, log, *args, environment=environment))
+    return Group(
+        members, frozenset(n for n in dir(actor_class) if hasattr(getattr(actor_class, n), "collective"))
+    )
+
+
+class Group:
+    """members: the actors, by rank; collective: the methods that all must call together."""
+
+    def __init__(self, members: Sequence[Remote], collective: frozenset[str]) -> None:
+        self.members, self.collective = list(members), collective
+        self.later = _Later(self)
+        self._unseen: list[Any] = []  # what other ranks have been asked by way of `later`
+
+    def memory_mib(self) -> float:
+        """The largest of all ranks."""
+        return max(wait([member.later.memory_mib() for member in self.members]))
+
+    def begin(self, method: str, args: Any, kwargs: Any) -> list[Any]:
+        """References of all calls, that of rank 0 first."""
+        first, *others = self.members
+        if method not in self.collective:
+            return [getattr(first.later, method)(*args, **kwargs)]
+        shared = [_put(arg) for arg in args]
+        references = [getattr(first.later, method)(*shared, **kwargs)]
+        return references + [other.later.silently(method, *shared, **kwargs) for other in others]
+
+    def __getattr__(self, method: str) -> Any:
+        if method.startswith("_"):
+            raise AttributeError(method)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            references = self.begin(method, args, kwargs)
+            unseen, self._unseen = self._unseen, []
+            return _answer(references, unseen)
+
+        return call
+
+    def __reduce__(self) -> Any:
+        return (Group, (self.members, self.collective))
+
+
+class _Later:
+    def __init__(self, group: Group) -> None:
+        self._group = group
+
+    def __getattr__(self, method: str) -> Callable[..., Any]:
+        if method.startswith("_"):
+            raise AttributeError(method)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            first, *others = self._group.begin(method, args, kwargs)
+            self._group._unseen += others
+            return first
+
+        return call
+
+
+def _put(value: Any) -> Any:
+    """Large arguments are stored once for all ranks."""
+    import ray
+
+    return value if isinstance(value, str | int | float | None | ray.ObjectRef) else ray.put(value)
+
+
+def _answer(references: list[Any], others: list[Any]) -> Any:
+    """Rank 0's answer, once all have answered. The first error ends the waiting: other ranks may wait for the one that
+    failed. An error that only says that another rank failed gives way to that one's own.
+    """
+    import ray
+
+    pending, hearsay = [*references, *others], None
+    while pending:
+        done, pending = ray.wait(pending, num_returns=1, timeout=_PATIENCE_S if hearsay else None)
+        if not done:
+            break
+        try:
+            wait(done[0])
+        except OtherRankFailed as error:
+            hearsay = error
+    if hearsay is not None:
+        raise hearsay
+    return wait(references[0])
+
+
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind((HOST, 0))
+        port: int = free.getsockname()[1]
+        return port
