@@ -14,7 +14,7 @@ from rl.actors import CriticActor, LearnerActor, SamplerActor, WeightSyncActor, 
 from rl.cluster import Remote, start_actor, stop_actor, wait
 from rl.devices import device_of
 from rl.fleet import Fleet
-from rl.group import Group, start_group
+from rl.group import Group, start_group, wait_until_ready
 from rl.models import cached_folder, folder_digest, model_architecture
 from rl.plan import Plan
 from rl.records.view import RunView
@@ -90,7 +90,7 @@ def start_engines(plan: Plan, folder: RunFolder, view: RunView) -> Engines:
     view.message("starting vLLM (sampler) and Megatron-core (learner)")
     learner = _start_learner(plan, model, plan.learner_map, folder)
     samplers = [_start_sampler(plan, model, folder, index) for index in range(config.run.samplers)]
-    wait([learner.later.ready(), *(sampler.later.ready() for sampler in samplers)])
+    wait_until_ready([learner, *samplers])
     sync_log = folder.path / "weight_sync.log"
     weight_sync = start_actor(
         WeightSyncActor, "weight_sync", 1, sync_log, learner, samplers, plan.sampler_map, config.sync
@@ -103,18 +103,18 @@ def start_engines(plan: Plan, folder: RunFolder, view: RunView) -> Engines:
         reference = _start_learner(plan, model, plan.learner_map, folder, "reference")
     if config.algorithm.objective.critic is not None:
         critic = _start_critic(plan, model, folder)
-    wait([engine.later.ready() for engine in (reference, critic) if engine is not None])
+    wait_until_ready([engine for engine in (reference, critic) if engine is not None])
     return Engines(learner, fleet, _hardware(plan, learner, samplers[0]), reference, critic)
 
 
-def _hardware(plan: Plan, learner: Remote, sampler: Remote) -> Hardware:
+def _hardware(plan: Plan, learner: Remote | Group, sampler: Remote) -> Hardware:
     config = plan.config
     return Hardware(
         model_architecture(plan.model),
         plan.sampler_map,
         config.sampler,
         samplers=config.run.samplers,
-        ranks=1,
+        ranks=config.learner.processes,
         learner=device_of(learner.device_name()),
         sampler=device_of(sampler.device_name()),
     )

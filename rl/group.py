@@ -77,6 +77,12 @@ class Group:
         return (Group, (self.members, self.collective))
 
 
+def wait_until_ready(engines: Sequence[Remote | Group]) -> None:
+    """Until every process of all engines is there; the first that fails ends the waiting."""
+    members = [m for engine in engines for m in (engine.members if isinstance(engine, Group) else [engine])]
+    _answer([member.later.ready() for member in members], [])
+
+
 class _Later:
     def __init__(self, group: Group) -> None:
         self._group = group

@@ -46,6 +46,13 @@ def test_counts_are_named_by_operand_and_expert_and_then_forgotten() -> None:
     guard.check()
 
 
+def test_experts_are_named_as_all_ranks_count_them() -> None:
+    guard = NonFiniteGuard(0, 2, first_expert=4)
+    guard.record(Operand.FC1_INPUT, torch.tensor([True]), 1)
+    with pytest.raises(ValueError, match=r"FC1 input of expert 5 \(1 rows\)$"):
+        guard.check()
+
+
 def test_all_layers_are_checked_and_named_at_once() -> None:
     guards = [NonFiniteGuard(layer, experts) for layer, experts in ((0, 2), (1, 5), (2, 3), (3, 1))]
     for guard in guards[1:]:

@@ -232,6 +232,7 @@ def run_layout(name: str, rank: int, folders: Folders, out: Path, saved: Path) -
     results: dict[str, Any] = {"resumed": resumed(folders, "everything", layout, saved)}
     for case in CASES_OF[name]:
         results[case] = steps_of(folders, case, layout, out / name if case == "everything" else None)
+    results["again"] = resumed(folders, "everything", layout, out / name)
     results["critic"] = critic_of(folders, layout)
     if name in PAIRS:
         results["replayed"] = replayed(folders, layout)

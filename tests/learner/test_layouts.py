@@ -158,6 +158,14 @@ def test_a_checkpoint_of_another_layout_is_gone_on_from(
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_the_same_layout_goes_on_bit_for_bit(out: Path, name: str) -> None:
+    for found in by_rank(out, name):
+        whole, again = found["everything"], found["again"]
+        assert again["last"] == whole["last"]
+        assert all(torch.equal(again["weights"][key][1], own) for key, (_, own) in whole["weights"].items())
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_a_checkpoint_holds_every_weight_once(
     out: Path, alone: dict[str, Any], folders: ranks.Folders, name: str
 ) -> None:
