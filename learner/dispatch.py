@@ -65,12 +65,27 @@ def expert_parallel(
     owners = flat // experts
     order = owners.argsort(stable=True)
     exchange = Exchange.of(owners, group)
-    rows = _Move.apply(spread(x, topk_ids.shape[1], spec)[order], exchange)
-    coefficients = _Move.apply(slot_coefficients(topk_weights, spec)[order], exchange)
+    rows = _Move.apply(_Permute.apply(spread(x, topk_ids.shape[1], spec), order), exchange)
+    coefficients = _Move.apply(_Permute.apply(slot_coefficients(topk_weights, spec), order), exchange)
     own_ids = exchange.move((flat - owners * experts)[order])
     computed = own_experts(rows, own_ids[:, None], coefficients)
-    slots = _Move.apply(computed, exchange.back())
-    return gather(slots[order.argsort()], topk_ids, topk_weights, spec).to(x.dtype)
+    slots = _Permute.apply(_Move.apply(computed, exchange.back()), order.argsort())
+    return gather(slots, topk_ids, topk_weights, spec).to(x.dtype)
+
+
+class _Permute(torch.autograd.Function):
+    """rows[order]. Indexing in general would add gradients up, which takes a sort where it must be deterministic."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(order)
+        return rows[order]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (order,) = ctx.saved_tensors
+        return gradients[0][order.argsort()], None
 
 
 class _Move(torch.autograd.Function):

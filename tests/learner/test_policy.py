@@ -513,3 +513,22 @@ def test_stochastic_rounding_in_backward_goes_on_from_a_checkpoint(
     policies[1].restore(tmp_path / "checkpoint")
     policies[1].supervised_step(*sequences)
     assert all(torch.equal(w, first[name]) for name, w in weights(policies[1]).items())
+
+
+@pytest.mark.parametrize("spec", ["fp32", "minite"])
+def test_recomputed_activations_are_the_same_bits(
+    model_folder: MakeFolder, sequences: Sequences, spec: str
+) -> None:
+    """Replayed experts included; each layer is computed twice in an update, and once in a score."""
+    found = []
+    for recompute in (False, True):
+        policy = make_policy(model_folder("qwen3_moe"), spec, recompute=recompute)
+        own = policy.score(*sequences, 1.0, return_routes=True).routes
+        batch = make_batch(policy, sequences)
+        batch = dataclasses.replace(batch, routes=torch.where(own < 0, own, (own + 1) % 8))
+        before = policy.report().expert_calls
+        metrics, gradient = gradients(policy, batch)
+        found.append((metrics, gradient, policy.report().expert_calls - before))
+    assert found[0][0] == found[1][0]
+    assert all(torch.equal(found[1][1][name], own) for name, own in found[0][1].items())
+    assert found[1][2] == 2 * found[0][2]
