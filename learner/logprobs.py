@@ -12,8 +12,7 @@ noise. How often it happens is returned. Which tokens belong to the nucleus is a
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -30,6 +29,27 @@ class TokenScores(NamedTuple):
     outside_nucleus: torch.Tensor
 
 
+class VocabularyPart(Protocol):
+    """One of `parts` equal parts of the vocabulary, number `index`. Whoever has the others calls the same at the same
+    time, and goes on with the same values: so what comes back hands its gradient on as it is.
+    """
+
+    index: int
+    parts: int
+
+    def gather(self, logits: torch.Tensor) -> torch.Tensor:
+        """[N, V / parts] -> [N, V]"""
+        ...
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        """Over the parts, of a value for each of N tokens."""
+        ...
+
+    def max(self, values: torch.Tensor) -> torch.Tensor:
+        """Likewise, without a gradient."""
+        ...
+
+
 def token_scores(
     hidden: torch.Tensor,
     output_weight: torch.Tensor,
@@ -39,13 +59,12 @@ def token_scores(
     top_p: float,
     logits_bytes: int,
     entropy_gradient: bool = False,
-    all_logits: Callable[[torch.Tensor], torch.Tensor] | None = None,
-    vocab: int | None = None,
+    part: VocabularyPart | None = None,
 ) -> TokenScores:
     """Scores of `ids` under the logits hidden @ output_weight.T.
 
     hidden: [N, H] and output_weight: [V, H] of any float type, widened to FP32 before the product; ids: int64 [N].
-    all_logits: where output_weight is a part of that of `vocab` tokens, puts the logits of all parts together.
+    part: which rows of the whole output weight these are; None: all.
 
     Works on chunks of rows whose FP32 logits take at most `logits_bytes` (at least one row); when there are several,
     backward computes each chunk's logits anew. The entropy carries a gradient only
@@ -55,17 +74,18 @@ def token_scores(
         raise ValueError(f"temperature must be positive and finite, got {temperature}")
     if not 0 < top_p <= 1:
         raise ValueError(f"top_p must lie in (0, 1], got {top_p}")
-    rows = max(1, logits_bytes // (4 * (vocab or output_weight.shape[0])))
+    parts = 1 if part is None or top_p == 1 else part.parts  # which a nucleus needs together
+    rows = max(1, logits_bytes // (4 * parts * output_weight.shape[0]))
     weight = output_weight.float()
-    settings = (temperature, top_p, entropy_gradient, all_logits)
+    settings = (temperature, top_p, entropy_gradient, part)
     if len(ids) <= rows:
         return _chunk(hidden, weight, ids, *settings)
     chunks = zip(hidden.split(rows), ids.split(rows), strict=True)
-    parts = [
-        checkpoint(_chunk, part, weight, wanted, *settings, use_reentrant=False, preserve_rng_state=False)
-        for part, wanted in chunks
+    scored = [
+        checkpoint(_chunk, states, weight, wanted, *settings, use_reentrant=False, preserve_rng_state=False)
+        for states, wanted in chunks
     ]
-    return TokenScores(*(torch.cat(column) for column in zip(*parts, strict=True)))
+    return TokenScores(*(torch.cat(column) for column in zip(*scored, strict=True)))
 
 
 def _chunk(
@@ -75,10 +95,30 @@ def _chunk(
     temperature: float,
     top_p: float,
     entropy_gradient: bool,
-    all_logits: Callable[[torch.Tensor], torch.Tensor] | None,
+    part: VocabularyPart | None,
 ) -> TokenScores:
     logits = hidden.float() @ weight.T / temperature
-    return score_logits(all_logits(logits) if all_logits else logits, ids, top_p, entropy_gradient)
+    if part is None:
+        return score_logits(logits, ids, top_p, entropy_gradient)
+    if top_p < 1:
+        return score_logits(part.gather(logits), ids, top_p, entropy_gradient)
+    return _score_part(logits, ids, part, entropy_gradient)
+
+
+def _score_part(
+    logits: torch.Tensor, ids: torch.Tensor, part: VocabularyPart, entropy_gradient: bool
+) -> TokenScores:
+    """As `score_logits` with top_p 1, where these logits [N, V / parts] are a part of all."""
+    shifted = logits - part.max(logits.detach().amax(-1))[:, None]
+    log_total = part.sum(shifted.exp().sum(-1)).log()
+    here = ids - part.index * logits.shape[1]
+    own = (here >= 0) & (here < logits.shape[1])
+    chosen = shifted.gather(1, here.clamp(0, logits.shape[1] - 1)[:, None]).squeeze(1)
+    logp = part.sum(torch.where(own, chosen, 0.0)) - log_total
+    with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
+        probability = (shifted - log_total[:, None]).exp()
+        entropy = log_total - part.sum((probability * shifted).sum(-1))
+    return TokenScores(logp, entropy, torch.zeros_like(own))
 
 
 def score_logits(

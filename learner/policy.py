@@ -291,8 +291,7 @@ class Policy(Trainable):
             top_p=top_p,
             logits_bytes=self.config.logits_bytes,
             entropy_gradient=entropy_gradient,
-            all_logits=self.ranks.all_logits,
-            vocab=self.architecture.vocab,
+            part=self.ranks.vocabulary,
         )
         bad = int((~torch.isfinite(scored.logp)).sum())
         if bad:

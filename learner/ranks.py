@@ -60,6 +60,38 @@ class Replicas:
         return self.group.rank()
 
 
+class Vocabulary:
+    """A `learner.logprobs.VocabularyPart`: tensor parallelism cuts the output layer. Without tokens nothing is sent."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group, self.index, self.parts = group, group.rank(), group.size()
+
+    def gather(self, logits: torch.Tensor) -> torch.Tensor:
+        if not logits.numel():
+            return torch.cat([logits] * self.parts, -1)
+        return gather_from_tensor_model_parallel_region(logits)
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        return _Sum.apply(values, self.group) if values.numel() else values
+
+    def max(self, values: torch.Tensor) -> torch.Tensor:
+        if values.numel():
+            dist.all_reduce(values, dist.ReduceOp.MAX, group=self.group)
+        return values
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        total = values.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return gradients[0], None
+
+
 def share(lengths: torch.Tensor, max_tokens: int, rank: int, ranks: int, lockstep: bool) -> list[Pass]:
     """The micro-batches of data-parallel rank `rank`, cut by `learner.batch.cut` from rows rank, rank + ranks, ...
 
@@ -126,14 +158,10 @@ class Ranks:
         dist.all_reduce(total)
         return total.cpu()
 
-    def all_logits(self, logits: torch.Tensor) -> torch.Tensor:
-        """[N, V] of the logits [N, V / tensor-parallel ranks] of each rank's part of the vocabulary. Every rank goes on
-        with the same values, so each takes its part of their gradient."""
-        if self.place.layout.tensor == 1:
-            return logits
-        if not logits.numel():  # no rank has any
-            return torch.cat([logits] * self.place.layout.tensor, -1)
-        return gather_from_tensor_model_parallel_region(logits)
+    @property
+    def vocabulary(self) -> Vocabulary | None:
+        """This rank's part of it, where it is cut."""
+        return None if self.place.layout.tensor == 1 else Vocabulary(self.tensor_group)
 
     def collect(
         self, name: str, own: Callable[[], torch.Tensor], shape: tuple[int, ...], dtype: torch.dtype

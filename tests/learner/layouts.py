@@ -34,7 +34,7 @@ FOURS = {
 }
 LAYOUTS: dict[str, dict[str, Any]] = PAIRS | FOURS
 OBJECTIVES = {
-    "token_mean": ObjectiveConfig(),
+    "token_mean": ObjectiveConfig(entropy_coefficient=0.1),
     # Every term, and statistics of whole sequences.
     "everything": ObjectiveConfig(
         dual_clip=1.5,
