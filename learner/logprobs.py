@@ -110,14 +110,15 @@ def _score_part(
 ) -> TokenScores:
     """As `score_logits` with top_p 1, where these logits [N, V / parts] are a part of all."""
     shifted = logits - part.max(logits.detach().amax(-1))[:, None]
-    log_total = part.sum(shifted.exp().sum(-1)).log()
+    total = part.sum(shifted.exp().sum(-1))
+    log_total = total.log()
     here = ids - part.index * logits.shape[1]
     own = (here >= 0) & (here < logits.shape[1])
     chosen = shifted.gather(1, here.clamp(0, logits.shape[1] - 1)[:, None]).squeeze(1)
     logp = part.sum(torch.where(own, chosen, 0.0)) - log_total
     with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
-        probability = (shifted - log_total[:, None]).exp()
-        entropy = log_total - part.sum((probability * shifted).sum(-1))
+        # Values of all parts meet in sums alone: what each part made of `total` would have but a part of its gradient.
+        entropy = log_total - part.sum((shifted.exp() * shifted).sum(-1)) / total
     return TokenScores(logp, entropy, torch.zeros_like(own))
 
 

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -37,6 +38,8 @@ class Trunk(GPTModel):
     dense: what norms and projections are made of. recompute: whether a gradient computes each layer's activations anew,
     so that only layers' inputs are kept.
     """
+
+    has_output_layer: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -127,6 +130,8 @@ class Trunk(GPTModel):
 
 class PolicyModel(Trunk):
     """A trunk with its output layer, which is the embedding when the two are tied."""
+
+    has_output_layer = True
 
     @property
     def output_weight(self) -> torch.Tensor:

@@ -22,7 +22,7 @@ from learner.layout import EMBEDDING, Place
 from learner.mapping import is_expert
 from learner.megatron_api import gather_from_tensor_model_parallel_region, parallel_state
 
-# Cut by heads or tokens in every layer, and not by tensor parallelism: each rank has a part of the gradient.
+# Whole on every tensor-parallel rank, each of which has the part of the gradient from its own heads or tokens.
 _PARTIAL = ("layernorm.weight", ".mlp.router.weight")
 
 
@@ -110,10 +110,14 @@ def share(lengths: torch.Tensor, max_tokens: int, rank: int, ranks: int, lockste
 
 
 class Ranks:
-    """What this process has to do with the others that share a model. device: where its part of the model is."""
+    """What this process has to do with the others that share a model.
 
-    def __init__(self, place: Place, model: Architecture, device: torch.device) -> None:
+    device: where its part of the model is. copied: whether the last stage has a copy of the embedding, as output layer.
+    """
+
+    def __init__(self, place: Place, model: Architecture, device: torch.device, copied: bool) -> None:
         self.place, self.model, self.device = place, model, device
+        self.copied = copied and place.layout.pipeline > 1
         self.count = place.layout.ranks
         self.tensor_group = parallel_state.get_tensor_model_parallel_group()
         self.data_group = parallel_state.get_data_parallel_group()
@@ -135,9 +139,9 @@ class Ranks:
         if name.endswith(_PARTIAL):
             return Replicas(parallel_state.get_tensor_and_data_parallel_group(), True)
         cut_here = self.place.layout.shards(name)[1] > 1
-        tied = name == EMBEDDING and self.model.tied_embeddings and self.place.layout.pipeline > 1
-        counted = (cut_here or self.place.tensor == 0) and not (tied and not self.place.first_stage)
-        return Replicas(self.data_group, counted, parallel_state.get_embedding_group() if tied else None)
+        copied = self.copied and name == EMBEDDING
+        counted = (cut_here or self.place.tensor == 0) and not (copied and not self.place.first_stage)
+        return Replicas(self.data_group, counted, parallel_state.get_embedding_group() if copied else None)
 
     def sum_metrics(self, own: Mapping[str, float]) -> dict[str, float]:
         """Added up over the rows of all ranks, in float64; on every rank."""

@@ -60,9 +60,7 @@ class Trainable:
     """
 
     model_class: ClassVar[type[Trunk]]
-    left_out: ClassVar[frozenset[str]] = (
-        frozenset()
-    )  # tensors of the model folder that this model has no use for
+    left_out: ClassVar[frozenset[str]] = frozenset()  # tensors of the model folder that it has no use for
     model: Trunk
 
     def __init__(
@@ -80,7 +78,8 @@ class Trainable:
         if problems:
             raise ValueError("; ".join(problems))
         self.device = start(config)
-        self.ranks = Ranks(layout.place(dist.get_rank()), self.architecture, self.device)
+        copied = self.model_class.has_output_layer and self.architecture.tied_embeddings
+        self.ranks = Ranks(layout.place(dist.get_rank()), self.architecture, self.device, copied)
         torch.manual_seed(seed)
 
         self.rules = [

@@ -176,7 +176,7 @@ def resumed(folders: Folders, case: str, layout: dict[str, Any], saved: Path) ->
 
 def critic_of(folders: Folders, layout: dict[str, Any]) -> dict[str, Any]:
     critic, batch = (
-        Critic(folders[False], precision_map("fp32"), settings(layout), CriticConfig(), 0),
+        Critic(folders[True], precision_map("fp32"), settings(layout), CriticConfig(), 0),
         make_batch(),
     )
     critic.update(batch)  # before which every value is 0
