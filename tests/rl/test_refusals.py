@@ -61,7 +61,10 @@ CASES = {
     "buckets of nothing": (["sync.bucket_mib=0"], "sync.bucket_mib=0"),
     "no sampler": (["run.samplers=0"], "run.samplers=0"),
     "heads that cannot be cut": (["learner.tensor_parallel=3"], "learner.tensor_parallel=3 does not divide"),
-    "experts for too few processes": (["learner.expert_parallel=2"], "learner.expert_parallel=2"),
+    "experts for too few processes": (
+        ["learner.expert_parallel=2"],
+        "expert_parallel=2 must divide tensor_parallel x data_parallel = 1",
+    ),
     "layers that make no stages": (
         ["learner.pipeline_parallel=16"],
         "learner.pipeline_parallel=16 does not divide",
@@ -70,7 +73,7 @@ CASES = {
         ["learner.data_parallel=33"],
         "learner.data_parallel=33: an iteration may learn",
     ),
-    "a sequence that is cut": (["learner.context_parallel=2"], "learner.context_parallel=2"),
+    "a sequence that is cut": (["learner.context_parallel=2"], "context_parallel=2 must be 1"),
     "seed below zero": (["run.seed=-1"], "run.seed=-1"),
     "greedy training": (["algorithm.sampling.temperature=0"], "algorithm.sampling.temperature=0"),
     "more experts a token than there are": (["model.hf_config.num_experts_per_tok=9"], "9 experts a token"),
