@@ -123,7 +123,7 @@ def _answer(references: list[Any], others: list[Any]) -> Any:
             hearsay = error
     if hearsay is not None:
         raise hearsay
-    return wait(references[0])
+    return wait(references[0]) if references else None
 
 
 def _free_port() -> int:
