@@ -185,8 +185,16 @@ class Policy(Trainable):
                 yield derived_name(layer, part), tensor
 
     def expert_load(self) -> torch.Tensor | None:
-        """int64 [layers, E]: tokens of this process that each expert got since this was last asked; None: of none."""
-        return take_load(self.model.route_replays())
+        """int64 [layers, E]: tokens that each expert got since this was last asked; None: of none. Where processes
+        share the model all come here, and what they passed for company counts too.
+        """
+        own = take_load(self.model.route_replays())
+        if own is None:
+            return None
+        layers = self.model.own_layers
+        load = own.new_zeros(self.architecture.layers, own.shape[1])
+        load[layers.start : layers.stop] = own
+        return self.ranks.merge(load)
 
     def save_hf(self, folder: str | Path) -> None:
         """Write a model folder that transformers loads: weights in the model's type, tokenizer files

@@ -109,6 +109,7 @@ class LearnerActor(RankActor):
     ) -> dict[str, float]:
         return self.policy.update(batch, objective, temperature, top_p)
 
+    @collective
     def expert_load(self) -> torch.Tensor | None:
         """Of the last scoring pass, or of all passes since then; see `learner.policy.Policy.expert_load`."""
         return self.policy.expert_load()

@@ -49,6 +49,11 @@ def check_against_model(config: Config, model: Architecture) -> None:
 
 def _start_problems(config: Config, model: Architecture) -> Iterator[str]:
     """What this machine, or this version, cannot start, whatever another could."""
+    if config.learner.processes > 1 and config.cluster.ray_address != "local":
+        yield (
+            f"cluster.ray_address={config.cluster.ray_address}: must be local with {config.learner.processes} processes"
+            " of the learner, which find each other on this machine alone"
+        )
     for problem in Layout.of(config.learner).problems(model):
         yield f"learner.{problem}"
     algorithm = config.algorithm
