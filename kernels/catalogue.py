@@ -27,7 +27,7 @@ from kernels.catalogue_quantizers import (
     Values,
 )
 from kernels.fields import PlainValue
-from kernels.spec import QUANTIZERS, ExecutionSpec
+from kernels.spec import PARTS, QUANTIZERS, ExecutionSpec
 
 _NO_OVERRIDES: Mapping[str, object] = MappingProxyType({})
 
@@ -124,6 +124,15 @@ _TE_RECIPE = {**_AMAX_ALPHA, "backward": "quantized"}
 _MXFP8_BACKWARD = {**_LAYER, "backward": "quantized"}
 _MINITE = _nvfp4(NVFP4, _LAYER, "token", "row")
 
+_STRICT_MODEL: Values = {
+    "model.linear": "exact_fixed_point",
+    "model.attention": "exact_fixed_point",
+    "model.norm": "fp32_halves",
+    "model.rotary": "fp32",
+    "model.router": "fp32_halves",
+    "model.log_softmax": "fp32_halves",
+}
+
 _TE_LIBRARY = ("Transformer Engine", "2.20.2")
 _TE_CODE = "transformer_engine/common/cast/nvfp4/core_nvfp4.cuh"
 _NO_RANDOM = (
@@ -139,6 +148,10 @@ CATALOGUE: Mapping[str, Entry] = MappingProxyType(
         "minite_expert": Entry(
             _nvfp4(NVFP4, _LAYER, "token", "expert"),
             Source("miniTE", "0.1", "weight outer scales that stock samplers can take"),
+        ),
+        "strict": Entry(
+            MappingProxyType({**_MINITE, **_STRICT_MODEL}),
+            Source("miniTE", "0.1", "minite, and the rest of the model to the bit"),
         ),
         "minite_mxfp8_backward": Entry(
             _spec(_MXFP8_BACKWARD, _over(NVFP4, "token"), _over(NVFP4, "row"), MXFP8),
@@ -271,7 +284,7 @@ def named_spec(name: str, overrides: Mapping[str, object] = _NO_OVERRIDES) -> Ex
     label = name
     if flat:
         label += "[" + ",".join(f"{key}={value}" for key, value in sorted(flat.items())) + "]"
-    dropped = tuple(f"{role}." for role in QUANTIZERS if flat.get(role) == "none")
+    dropped = tuple(f"{role}." for role in PARTS if flat.get(role) == "none")
     kept = {key: value for key, value in CATALOGUE[name].values.items() if not key.startswith(dropped)}
     return ExecutionSpec.from_dict({**kept, **flat, "name": label})
 

@@ -1,4 +1,5 @@
-"""The execution specification: a frozen value that says how an expert layer is computed.
+"""The execution specification: a frozen value that says how an expert layer is computed, and, if it is strict, the rest
+of the model as well.
 
 "NVFP4" names a storage format. It leaves open over what a scale is taken, which quantity is stored, in which
 order it is multiplied and divided, where casts and the router coefficient enter, and in which order experts
@@ -22,13 +23,16 @@ from enum import StrEnum
 from typing import Any, NamedTuple
 
 from kernels.fields import PlainValue, degree, parse
+from kernels.model_spec import ModelSpec
 from kernels.quantizer_spec import (
     ACTIVATION_DOMAINS,
     WEIGHT_DOMAINS,
+    BlockScaleFormat,
     OuterStored,
     QuantizerSpec,
     Rounding,
     ScaleDomain,
+    Transform,
 )
 
 
@@ -93,7 +97,8 @@ class ExecutionSpec:
 
     `name` is a label: it takes no part in equality, hash, fingerprint or diff. A quantiser that is None leaves
     its operand in `operand`. In plain form the fields of a quantiser are `activation.element` and so on, or
-    `activation` with the value "none".
+    `activation` with the value "none". With `model` the spec is strict: it covers the whole model. Its plain form is
+    `model.linear` and so on; without it there is nothing of it in the plain form, nor in the fingerprint.
 
     Raises TypeError for a value of the wrong type, ValueError for fields that contradict each other.
     """
@@ -116,6 +121,7 @@ class ExecutionSpec:
     combine_sum: FloatType = degree("type of that sum, rounded at every addition")
     output: FloatType = degree("type of the layer's output, cast once from the sum")
     backward: Backward = degree("operands and precision of the gradient")
+    model: ModelSpec | None = field(default=None, metadata={"meaning": "what is not in the experts"})
 
     def __post_init__(self) -> None:
         for key, kind in _LAYER_TYPES.items():
@@ -124,6 +130,8 @@ class ExecutionSpec:
         for role in QUANTIZERS:
             if not isinstance(getattr(self, role), QuantizerSpec | None):
                 raise TypeError(f"ExecutionSpec.{role} must be a QuantizerSpec or None")
+        if not isinstance(self.model, ModelSpec | None):
+            raise TypeError("ExecutionSpec.model must be a ModelSpec or None")
         problems = _contradictions(self)
         if problems:
             raise ValueError(f"impossible execution spec {self.name!r}: " + "; ".join(problems))
@@ -132,6 +140,11 @@ class ExecutionSpec:
     def quantized(self) -> bool:
         """Whether the weights are quantised."""
         return self.weight is not None
+
+    @property
+    def strict(self) -> bool:
+        """Whether the whole model is specified, so that two engines can agree to the bit."""
+        return self.model is not None
 
     @property
     def width_multiple(self) -> int:
@@ -153,9 +166,9 @@ class ExecutionSpec:
         plain: dict[str, PlainValue] = {}
         for entry in fields(self):
             value = getattr(self, entry.name)
-            if isinstance(value, QuantizerSpec):
+            if isinstance(value, QuantizerSpec | ModelSpec):
                 plain |= {f"{entry.name}.{key}": inner for key, inner in value.to_dict().items()}
-            else:
+            elif entry.name != "model":
                 plain[entry.name] = "none" if value is None else str(value)
         return plain
 
@@ -164,7 +177,8 @@ class ExecutionSpec:
         """Raises ValueError for an unknown or missing field and for a value that its field does not have."""
         layer: dict[str, Any] = {}
         rest = dict(values)
-        for role in QUANTIZERS:
+        rest.setdefault("model", "none" if not any(key.startswith("model.") for key in values) else None)
+        for role, kind in PARTS.items():
             inner = {
                 key.removeprefix(f"{role}."): rest.pop(key) for key in values if key.startswith(f"{role}.")
             }
@@ -172,7 +186,7 @@ class ExecutionSpec:
             if absent is bool(inner):
                 raise ValueError(f"execution spec: give either {role}=none or all fields {role}.*")
             try:
-                layer[role] = QuantizerSpec.from_dict(inner) if inner else None
+                layer[role] = kind.from_dict(inner) if inner else None
             except ValueError as error:
                 raise ValueError(f"execution spec: {role}: {error}") from error
         known = {"name": str} | _LAYER_TYPES
@@ -187,6 +201,10 @@ class ExecutionSpec:
 
 
 QUANTIZERS = ("activation", "weight", "gradient")
+PARTS: dict[str, type[QuantizerSpec] | type[ModelSpec]] = {
+    **dict.fromkeys(QUANTIZERS, QuantizerSpec),
+    "model": ModelSpec,
+}  # fields that are specifications themselves, or None
 _SCHEMA = "minite-execution-spec/3"
 _LAYER_TYPES: dict[str, type] = {
     "operand": FloatType,
@@ -252,6 +270,24 @@ def _contradictions(spec: ExecutionSpec) -> list[str]:
         spec.backward is not Backward.DEQUANTIZED or spec.quantized, "backward=dequantized with weight=none"
     )
 
+    if spec.model is not None:
+        for role, quantizer in (("activation", activation), ("weight", weight)):
+            # With others the sums in FP64 are not exact in every case (see `kernels.accumulate`).
+            block = quantizer is not None and quantizer.block_scale_format is BlockScaleFormat.E4M3
+            require(block, f"model given, but {role} has no blocks scaled in e4m3")
+            if quantizer is not None:
+                rotated = quantizer.transform is not Transform.NONE
+                require(not rotated, f"model given with {role}.transform={quantizer.transform}")
+        if activation is not None:
+            alone = activation.outer_domain is not ScaleDomain.TENSOR
+            require(alone, f"model given with activation.outer_domain={activation.outer_domain}")
+        require(
+            spec.accumulation is not Accumulation.GEMM, f"model given with accumulation={spec.accumulation}"
+        )
+        require(spec.combine is not Combine.ANY_ORDER, f"model given with combine={spec.combine}")
+        fixed = spec.swiglu is Swiglu.FP32_ROUNDED_SILU and spec.fc1_output is FloatType.BF16
+        require(fixed, f"model given with swiglu={spec.swiglu} and fc1_output={spec.fc1_output}")
+
     full = spec.operand is FloatType.FP32
     require(full is (spec.backward is Backward.FP32), f"backward={spec.backward} with operand={spec.operand}")
     before_fc2 = spec.router_position is not RouterPosition.FC2_OUTPUT
@@ -268,7 +304,7 @@ def _contradictions(spec: ExecutionSpec) -> list[str]:
 def meanings() -> dict[str, str]:
     """What each field of the plain form decides, by its name."""
     layer = {entry.name: entry.metadata["meaning"] for entry in fields(ExecutionSpec) if entry.name != "name"}
-    inner = {f"{role}.{name}": meaning for role in QUANTIZERS for name, meaning in QuantizerSpec.degrees()}
+    inner = {f"{role}.{name}": meaning for role, kind in PARTS.items() for name, meaning in kind.degrees()}
     return layer | inner
 
 
@@ -284,15 +320,15 @@ class FieldDifference(NamedTuple):
 def spec_diff(left: ExecutionSpec, right: ExecutionSpec) -> tuple[FieldDifference, ...]:
     """The degrees of freedom that differ, in order of declaration; empty when the specs are equal.
 
-    A quantiser that only one of them has is one difference, `activation: none`, against its format.
+    A quantiser that only one of them has is one difference, `activation: none`, against its format; so is `model`.
     """
     differences = []
     for entry in fields(ExecutionSpec):
         if entry.name == "name":
             continue
         a, b = getattr(left, entry.name), getattr(right, entry.name)
-        if isinstance(a, QuantizerSpec) and isinstance(b, QuantizerSpec):
-            for inner in QuantizerSpec.degrees():
+        if isinstance(a, QuantizerSpec | ModelSpec) and type(a) is type(b):
+            for inner in type(a).degrees():
                 pair = getattr(a, inner.name), getattr(b, inner.name)
                 if pair[0] != pair[1]:
                     name = f"{entry.name}.{inner.name}"
@@ -306,6 +342,8 @@ def spec_diff(left: ExecutionSpec, right: ExecutionSpec) -> tuple[FieldDifferenc
 def _plain(value: object) -> PlainValue:
     if isinstance(value, QuantizerSpec):
         return f"{value.element}/{value.block}"
+    if isinstance(value, ModelSpec):
+        return "strict"
     return value if type(value) is int else "none" if value is None else str(value)
 
 

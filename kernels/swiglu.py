@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from functools import cache
+
 import torch
 import torch.nn.functional as F
 
@@ -14,8 +17,23 @@ def swiglu(fc1: torch.Tensor, spec: ExecutionSpec) -> torch.Tensor:
     gate, up = fc1.chunk(2, dim=-1)
     if spec.swiglu is Swiglu.FP32_LIBRARY_SILU:
         return F.silu(gate.float()) * up.float()
+    if gate.dtype is torch.bfloat16:
+        codes = gate.contiguous().view(torch.int16).int() & 0xFFFF
+        silu = _silu_of_bf16(gate.device).index_select(0, codes.flatten())
+        return silu.view(gate.shape) * up.float()
     # An FP32 exponential differs between vector and scalar code, hence between positions in a batch.
     return F.silu(gate.double()).float() * up.float()
+
+
+@cache
+def _silu_of_bf16(device: torch.device) -> torch.Tensor:
+    """float32 [65536], silu of each BF16 number by its 16 bits, one at a time: no position can matter."""
+    values = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).double().tolist()
+    return torch.tensor([_silu(value) for value in values], dtype=torch.float64).float().to(device)
+
+
+def _silu(x: float) -> float:
+    return x / (1 + math.exp(-x)) if x > -700 else x * math.exp(max(x, -745.2)) if x > -math.inf else math.nan
 
 
 def swiglu_backward(fc1: torch.Tensor, d_act: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, partial
 
-from kernels.spec import QUANTIZERS, ExecutionSpec, FieldDifference, meanings, spec_diff
+from kernels.spec import PARTS, ExecutionSpec, FieldDifference, meanings, spec_diff
 
 _Attempt = Callable[[frozenset[str]], tuple[ExecutionSpec | None, str]]
 
@@ -64,7 +64,7 @@ def _attempt(
 ) -> tuple[ExecutionSpec | None, str]:
     """`left` with the fields `changed` from `right`, or None and the first reason why there is no such spec."""
     values = {name: getattr(right, name) for name in changed if "." not in name}
-    for role in QUANTIZERS:
+    for role in PARTS:
         prefix = f"{role}."
         inner = [name.removeprefix(prefix) for name in changed if name.startswith(prefix)]
         if inner:
