@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from kernels.catalogue import named_spec
+from kernels.model_spec import ModelSpec
 from kernels.spec import ExecutionSpec, format_diff, spec_diff
 
 
@@ -20,6 +21,14 @@ class PrecisionMap:
     def __post_init__(self) -> None:
         if not self.layers:
             raise ValueError("a precision map needs at least one layer")
+        if any(spec.model != self.model for spec in self.layers):
+            names = ", ".join(dict.fromkeys(spec.name for spec in self.layers))
+            raise ValueError(f"a strict spec holds for all layers alike, got {names}")
+
+    @property
+    def model(self) -> ModelSpec | None:
+        """How everything outside the experts is computed, if the specs are strict."""
+        return self.layers[0].model
 
     @classmethod
     def resolve(
@@ -27,7 +36,8 @@ class PrecisionMap:
     ) -> PrecisionMap:
         """`spec` everywhere except in the first and last layers named, which run under `bf16`.
 
-        Raises ValueError when a count is negative or the BF16 layers do not fit into the model.
+        Raises ValueError when a count is negative, when the BF16 layers do not fit into the model, and for BF16 layers
+        beside a strict spec.
         """
         if num_layers < 1:
             raise ValueError(f"num_layers must be at least 1, got {num_layers}")

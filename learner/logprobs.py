@@ -18,6 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
+from kernels.strict.output import OutputLayer
+
 
 class TokenScores(NamedTuple):
     """Of N tokens: logp float32 [N]; entropy float32 [N] of the distribution, in nats; outside_nucleus bool [N],
@@ -60,24 +62,28 @@ def token_scores(
     logits_bytes: int,
     entropy_gradient: bool = False,
     part: VocabularyPart | None = None,
+    strict: OutputLayer | None = None,
 ) -> TokenScores:
     """Scores of `ids` under the logits hidden @ output_weight.T.
 
     hidden: [N, H] and output_weight: [V, H] of any float type, widened to FP32 before the product; ids: int64 [N].
-    part: which rows of the whole output weight these are; None: all.
+    part: which rows of the whole output weight these are; None: all. strict: the sampler's very operations, for top_p 1.
 
     Works on chunks of rows whose FP32 logits take at most `logits_bytes` (at least one row); when there are several,
     backward computes each chunk's logits anew. The entropy carries a gradient only
-    with `entropy_gradient`. Raises ValueError unless the temperature is positive and finite and top_p in (0, 1].
+    with `entropy_gradient`. Raises ValueError unless the temperature is positive and finite and top_p in (0, 1], and for
+    a lower top_p, or a part of the vocabulary, under a strict spec.
     """
     if not 0 < temperature < float("inf"):
         raise ValueError(f"temperature must be positive and finite, got {temperature}")
     if not 0 < top_p <= 1:
         raise ValueError(f"top_p must lie in (0, 1], got {top_p}")
+    if strict is not None and (top_p < 1 or part is not None):
+        raise ValueError(f"a strict spec has neither a nucleus (top_p={top_p}) nor a part of the vocabulary")
     parts = 1 if part is None or top_p == 1 else part.parts  # which a nucleus needs together
     rows = max(1, logits_bytes // (4 * parts * output_weight.shape[0]))
-    weight = output_weight.float()
-    settings = (temperature, top_p, entropy_gradient, part)
+    weight = output_weight.float() if strict is None else output_weight
+    settings = (temperature, top_p, entropy_gradient, part, strict)
     if len(ids) <= rows:
         return _chunk(hidden, weight, ids, *settings)
     chunks = zip(hidden.split(rows), ids.split(rows), strict=True)
@@ -96,7 +102,12 @@ def _chunk(
     top_p: float,
     entropy_gradient: bool,
     part: VocabularyPart | None,
+    strict: OutputLayer | None,
 ) -> TokenScores:
+    if strict is not None:
+        logits = strict.logits(hidden, weight)
+        distribution = strict.log_softmax(logits, torch.full_like(logits[:, 0], temperature))
+        return _scores(distribution, ids, torch.zeros_like(ids, dtype=torch.bool), None, entropy_gradient)
     logits = hidden.float() @ weight.T / temperature
     if part is None:
         return score_logits(logits, ids, top_p, entropy_gradient)
@@ -133,7 +144,16 @@ def score_logits(
         outside = ~kept.gather(1, ids.unsqueeze(1)).squeeze(1)
         kept.scatter_(1, ids.unsqueeze(1), True)
         logits = logits.masked_fill(~kept, -torch.inf)
-    distribution = F.log_softmax(logits, dim=-1)
+    return _scores(F.log_softmax(logits, dim=-1), ids, outside, kept, entropy_gradient)
+
+
+def _scores(
+    distribution: torch.Tensor,
+    ids: torch.Tensor,
+    outside: torch.Tensor,
+    kept: torch.Tensor | None,
+    entropy_gradient: bool,
+) -> TokenScores:
     with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
         # 0 in place of -inf where the probability is 0: their product must be 0.
         surprise = distribution if kept is None else distribution.masked_fill(~kept, 0.0)

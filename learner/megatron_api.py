@@ -17,6 +17,7 @@ with warnings.catch_warnings():
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.pipeline_parallel.schedules import forward_backward_pipelining_without_interleaving
     from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
     from megatron.core.tensor_parallel.mappings import (
         gather_from_sequence_parallel_region,
         gather_from_tensor_model_parallel_region,
@@ -32,6 +33,7 @@ with warnings.catch_warnings():
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
 __all__ = [
+    "ColumnParallelLinear",
     "GPTModel",
     "MegatronModule",
     "MoELayer",
@@ -40,6 +42,7 @@ __all__ = [
     "ModuleSpec",
     "ProcessGroupCollection",
     "RotaryEmbedding",
+    "RowParallelLinear",
     "TopKRouter",
     "TransformerBlockSubmodules",
     "TransformerConfig",

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cached_property, partial
 from typing import ClassVar
 
 import torch
@@ -14,6 +15,7 @@ from torch import nn
 
 from kernels.precision_map import PrecisionMap
 from kernels.routing import NO_ROUTE
+from kernels.strict.output import OutputLayer
 from learner.dense import DenseModules
 from learner.families.architecture import Architecture
 from learner.layout import Layout, Place
@@ -30,6 +32,7 @@ from learner.modules import CausalAttention, RecomputedLayer, Rotary, Router
 from learner.moe import Experts, SpecifiedMoELayer
 from learner.packing import Packing
 from learner.replay import RouteReplay, replayed
+from learner.strict import StrictRouter, make_attention_strict, strict_norm
 
 
 class Trunk(GPTModel):
@@ -50,13 +53,15 @@ class Trunk(GPTModel):
         dense: DenseModules,
         recompute: bool = False,
     ) -> None:
+        self.strict = precision_map.model
+        norm = dense.norm if self.strict is None else strict_norm(self.strict)
         layers = [
             _layer_spec(architecture, precision_map, i, dense, recompute) for i in place.layers(architecture)
         ]
         with _without_mlp_warning():
             super().__init__(
                 _transformer_config(architecture, dtype, place.layout),
-                TransformerBlockSubmodules(layer_specs=layers, layer_norm=dense.norm),
+                TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm),
                 vocab_size=architecture.vocab,
                 max_sequence_length=architecture.max_positions,
                 pre_process=place.first_stage,
@@ -86,7 +91,9 @@ class Trunk(GPTModel):
         """
         missing = -len(tokens) % self.place.layout.tensor
         positions = F.pad(packing.positions, (0, missing))
-        rotary = self.rotary_pos_emb(packing.longest).to(tokens.device)[positions]
+        rotary = None  # under a strict spec attention sees to it
+        if self.strict is None:
+            rotary = self.rotary_pos_emb(packing.longest).to(tokens.device)[positions]
         embedded = self._embedded(F.pad(tokens, (0, missing))) if self.place.first_stage else None
         with replayed(self.route_replays(), self._own_routes(routes, missing)):
             # Megatron hands the mask on to the core attention as it is.
@@ -132,6 +139,11 @@ class PolicyModel(Trunk):
     """A trunk with its output layer, which is the embedding when the two are tied."""
 
     has_output_layer = True
+
+    @cached_property
+    def strict_output(self) -> OutputLayer | None:
+        """How a strict spec computes the output layer; None: as the engine does."""
+        return None if self.strict is None else OutputLayer(self.strict)
 
     @property
     def output_weight(self) -> torch.Tensor:
@@ -234,7 +246,11 @@ def _layer_spec(
     attention.linear_proj = dense.row_linear or attention.linear_proj
     own = {"execution_spec": precision_map.spec_for(layer), "layer": layer}
     experts = ModuleSpec(module=Experts, params=own)
-    parts.mlp = ModuleSpec(module=SpecifiedMoELayer, submodules=MoESubmodules(experts=experts, router=Router))
+    router = Router
+    if precision_map.model is not None:
+        make_attention_strict(spec, architecture, precision_map.model)
+        router = partial(StrictRouter, model=precision_map.model)
+    parts.mlp = ModuleSpec(module=SpecifiedMoELayer, submodules=MoESubmodules(experts=experts, router=router))
     return spec
 
 

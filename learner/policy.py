@@ -300,6 +300,7 @@ class Policy(Trainable):
             logits_bytes=self.config.logits_bytes,
             entropy_gradient=entropy_gradient,
             part=self.ranks.vocabulary,
+            strict=self.model.strict_output,
         )
         bad = int((~torch.isfinite(scored.logp)).sum())
         if bad:
@@ -311,4 +312,8 @@ class Policy(Trainable):
 
     def _check_routes(self, tokens: torch.Tensor, routes: torch.Tensor | None) -> None:
         if routes is not None:
+            if self.precision_map.model is not None:
+                raise ValueError(
+                    "routes cannot be given under a strict spec: both engines choose the same experts"
+                )
             check_routes(routes, self.architecture.experts, self._routes_shape(tokens))

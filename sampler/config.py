@@ -22,7 +22,8 @@ class SamplerConfig:
     tensor_parallel: int = 1  # ranks of one engine
     max_model_len: int = 1024  # tokens of prompt and response together
     max_num_seqs: int = 128  # sequences that are decoded together
-    max_num_batched_tokens: int = 4096  # tokens of one forward pass; prompts are not cut
+    max_num_batched_tokens: int = 4096  # tokens of one forward pass
+    chunked_prefill: bool = False  # prompts may be cut over several passes; needs a strict spec
     kv_cache_gib: float = 1.0
     prefix_caching: bool = True  # within one call; nothing cached outlives it
     # While the learner works: stay awake (off), or free the cache and the weights, which wait in the host's memory
@@ -40,8 +41,9 @@ class SamplerConfig:
         check("max_num_seqs", lambda v: v >= 1, "must be at least 1")
         check(
             "max_num_batched_tokens",
-            lambda v: v >= max(self.max_num_seqs, self.max_model_len),
-            f"must be at least max_num_seqs={self.max_num_seqs} and max_model_len={self.max_model_len}",
+            lambda v: v >= max(self.max_num_seqs, 0 if self.chunked_prefill else self.max_model_len),
+            f"must be at least max_num_seqs={self.max_num_seqs} and, unless prompts may be cut,"
+            f" max_model_len={self.max_model_len}",
         )
         check("kv_cache_gib", lambda v: 0 < v < math.inf, "must be positive and finite")
         check("sleep", lambda v: v in SLEEPS, f"must be one of {', '.join(SLEEPS)}")

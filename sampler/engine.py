@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -81,7 +81,7 @@ class Sampler:
                 kv_cache_memory_bytes=int(config.kv_cache_gib * 2**30),
                 enable_prefix_caching=config.prefix_caching,
                 block_size=BLOCK_SIZE,
-                enable_chunked_prefill=False,  # on CPUs, vLLM cannot cut the prompt of a request with a seed
+                enable_chunked_prefill=config.chunked_prefill,
                 enforce_eager=True,
                 enable_sleep_mode=config.sleep != "off" and self._frees,
                 logprobs_mode="processed_logprobs",
@@ -97,12 +97,16 @@ class Sampler:
             self._hold_live()
 
     def _hold_live(self) -> None:
+        from sampler.quantization import expert_methods
         from sampler.routes import RouteRecorder
-        from sampler.weights import LiveWeights, expert_methods
+        from sampler.strict.sampling import StrictSampler
+        from sampler.weights import LiveWeights
 
         self._experts = expert_methods(self._model)
         self.weights: LiveWeights | StockWeights = LiveWeights(self._model, self.precision_map)
         [runner] = self._llm.collective_rpc(lambda worker: worker.model_runner)
+        if self.precision_map.model is not None:
+            runner.sampler = StrictSampler(runner, self._model.logits_processor.output)
         self._recorder = RouteRecorder(runner, self._experts, len(self.precision_map.layers))
 
     def _hold_stock(self, model_dir: Path) -> None:
@@ -142,7 +146,7 @@ class Sampler:
                 max_tokens=sampling.max_tokens,
                 stop_token_ids=list(sampling.stop_token_ids),
                 ignore_eos=True,
-                seed=seed,
+                **self._seeded(seed),
                 logprobs=0,  # of the sampled token alone
                 flat_logprobs=True,
                 detokenize=False,
@@ -187,11 +191,8 @@ class Sampler:
             for sequence in sequences
         ]
         # Log-probabilities of prompts ignore the request's temperature, so it is applied to the logits.
-        self._model.logits_processor.scale = 1 / temperature
-        try:
+        with self._logits_at(temperature):
             outputs = self._run([sequence[:-1] for sequence in sequences], params)
-        finally:
-            self._model.logits_processor.scale = 1.0
         return [
             self._response_logp(output, sequence, length)
             for output, sequence, length in zip(outputs, sequences, prompt_lengths, strict=True)
@@ -250,6 +251,27 @@ class Sampler:
             return self._llm.generate(requests, params, use_tqdm=False)
         finally:
             check_guards(guards)
+
+    def _seeded(self, seed: int) -> dict[str, Any]:
+        """How a request is told its seed: under a strict spec for `sampler.strict.sampling`, not for vLLM."""
+        if self.precision_map.model is None:
+            return {"seed": seed}
+        from sampler.strict.sampling import SEED
+
+        return {"extra_args": {SEED: seed}}
+
+    @contextmanager
+    def _logits_at(self, temperature: float) -> Iterator[None]:
+        processor = self._model.logits_processor
+        if self.precision_map.model is None:
+            name, value = "scale", 1 / temperature
+        else:
+            name, value = "temperature", temperature
+        setattr(processor, name, value)
+        try:
+            yield
+        finally:
+            setattr(processor, name, 1.0)
 
     def _check_sequences(self, sequences: Sequence[Sequence[int]], name: str, room: int) -> None:
         limit = self.config.max_model_len - room

@@ -21,6 +21,9 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 )
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
+from sampler.quantization import expert_methods
+from sampler.strict.model import make_strict
+
 LOAD_FORMAT = "minite"
 
 
@@ -36,6 +39,9 @@ class LiveWeightsLoader(DefaultModelLoader):
     def load_weights(self, model: nn.Module, model_config: ModelConfig) -> None:
         super().load_weights(model, model_config)
         keep_weights_live(model)
+        strict = {method.spec.model for method in expert_methods(model).values()}
+        for spec in strict - {None}:
+            make_strict(model, spec)
 
 
 def keep_weights_live(model: nn.Module) -> None:

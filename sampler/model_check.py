@@ -49,6 +49,11 @@ def check_model(model_dir: Path, precision_map: PrecisionMap, config: SamplerCon
             f"SamplerConfig.max_model_len={config.max_model_len} is more than max_position_embeddings="
             f"{model['max_position_embeddings']} of {model_dir}"
         )
+    if config.chunked_prefill and precision_map.model is None:
+        raise ValueError(
+            "SamplerConfig.chunked_prefill=True needs a strict spec: on CPUs, vLLM cannot cut the prompt of a"
+            " request with a seed of its own"
+        )
     if _head_dim(model) not in HEAD_DIMS:
         raise ValueError(
             f"{model_dir} has attention heads of {_head_dim(model)} elements, vLLM's CPU attention takes"

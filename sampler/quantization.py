@@ -167,3 +167,13 @@ class ExpertMethod(FusedMoEMethodBase):
 
     def get_fused_moe_quant_config(self, layer: RoutedExperts) -> None:
         return None
+
+
+def expert_methods(model: nn.Module) -> dict[int, ExpertMethod]:
+    """Layer number -> what computes its experts."""
+    methods: dict[int, ExpertMethod] = {}
+    for module in model.modules():
+        if isinstance(module, RoutedExperts):
+            assert isinstance(module.quant_method, ExpertMethod)
+            methods[extract_layer_index(module.layer_name)] = module.quant_method
+    return methods

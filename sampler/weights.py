@@ -13,17 +13,8 @@ from vllm.model_executor.models.utils import extract_layer_index
 
 from kernels.experts import derived_name, wire_name
 from kernels.precision_map import PrecisionMap
-from sampler.quantization import ExpertMethod
-
-
-def expert_methods(model: nn.Module) -> dict[int, ExpertMethod]:
-    """Layer number -> what computes its experts."""
-    methods: dict[int, ExpertMethod] = {}
-    for module in model.modules():
-        if isinstance(module, RoutedExperts):
-            assert isinstance(module.quant_method, ExpertMethod)
-            methods[extract_layer_index(module.layer_name)] = module.quant_method
-    return methods
+from sampler.quantization import expert_methods
+from sampler.strict.model import strict_weights
 
 
 def weight_views(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -72,6 +63,7 @@ class LiveWeights:
         self.closed: str | None = None
         self._methods = expert_methods(model)
         self._views = weight_views(model)
+        self._strict = list(strict_weights(model))
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The live tensors, by their names on the wire."""
@@ -80,6 +72,8 @@ class LiveWeights:
     def refresh(self) -> dict[str, torch.Tensor]:
         """Make anew what is derived from the live tensors, and give it by `kernels.experts.derived_name`."""
         derived = {}
+        for weight in self._strict:
+            weight.changed()
         for layer, method in self._methods.items():
             method.weights_changed()
             for part, tensor in method.prepared().derived().items():

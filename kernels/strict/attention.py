@@ -80,4 +80,6 @@ def _attend(
     scaled = fixed_point(weights * v.scale.transpose(-1, -2), ACTIVATION_BITS)
     total = segments_product(scaled.integers, v.integers).mul_(scaled.scale).float()
     mixed = total / halves_sum(weights)
-    return mixed.view(batch, groups, shared, queries, width).permute(0, 3, 1, 2, 4).flatten(2, 3).to(query.dtype)
+    return (
+        mixed.view(batch, groups, shared, queries, width).permute(0, 3, 1, 2, 4).flatten(2, 3).to(query.dtype)
+    )

@@ -13,6 +13,7 @@ import torch
 # ln 2 in two parts: products of the first, of 12 bits, with the integers that occur here are exact.
 _LN2_HIGH, _LN2_LOW = 0.693359375, math.log(2) - 0.693359375
 _SMALLEST = -87.0  # exp of less counts as 0: it would be close to FP32's least normal number
+_AT_ONCE = 1 << 15  # elements that pass through all steps together, in the processor's cache
 _EXP_DEGREE = 7  # the remainder of the Taylor series is below 2^-27 on [-ln 2 / 2, ln 2 / 2]
 _LOG_TERMS = 12  # of 2 (z + z^3 / 3 + ...), |z| <= 0.172: the remainder is below 2^-66
 
@@ -23,6 +24,13 @@ def exp(x: torch.Tensor) -> torch.Tensor:
     exp(x) = 2^n exp(r), n = round(x / ln 2), r = x - n ln 2 (Cody and Waite 1980, "Software Manual for the Elementary
     Functions").
     """
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    for source, target in zip(x.reshape(-1).split(_AT_ONCE), out.view(-1).split(_AT_ONCE), strict=True):
+        _exp(source, target)
+    return out
+
+
+def _exp(x: torch.Tensor, out: torch.Tensor) -> None:
     clamped = x.clamp(min=_SMALLEST)
     n = (clamped * (1 / math.log(2))).round_()
     r = clamped.sub_(n * _LN2_HIGH).sub_(n * _LN2_LOW)
@@ -33,7 +41,7 @@ def exp(x: torch.Tensor) -> torch.Tensor:
             total = total.mul_(r)
     # NaN has no integer; it is in `total`, whatever the power of two.
     scale = ((n.nan_to_num_().int() + 127) << 23).view(torch.float32)
-    return total.mul_(scale).masked_fill_(x < _SMALLEST, 0.0)
+    torch.mul(total, scale, out=out).masked_fill_(x < _SMALLEST, 0.0)
 
 
 def log(x: torch.Tensor) -> torch.Tensor:

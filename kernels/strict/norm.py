@@ -19,7 +19,9 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, rule: Sums) -> t
     def strict(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         wide = x.float()
         total = halves_sum(wide * wide)
-        mean = total / torch.full_like(total, x.shape[-1])  # a number would be multiplied by its reciprocal on a GPU
+        mean = total / torch.full_like(
+            total, x.shape[-1]
+        )  # a number would be multiplied by its reciprocal on a GPU
         inverse = torch.ones_like(mean) / (mean + eps).sqrt_()
         return (wide * inverse).mul_(weight.float()).to(x.dtype)
 
