@@ -51,7 +51,7 @@ class StrictSampler(Sampler):
         return torch.where(greedy, logits.argmax(-1), self._draw(logp)), logp
 
     def _draw(self, logp: torch.Tensor) -> torch.Tensor:
-        """One token of each row: of exponential variables x, the least x / p is that of token i with probability p_i."""
+        """One token of each row: of exponential variables x_i, the least x_i / p_i has index i with probability p_i."""
         noise = torch.empty_like(logp)
         for row, seed in zip(noise, self._seeds(len(noise)), strict=True):
             row.exponential_(generator=torch.Generator(logp.device).manual_seed(seed))

@@ -214,7 +214,7 @@ def test_every_catalogued_quantiser_is_compared_with_something() -> None:
     """Here, in test_catalogue_libraries or in test_quantize."""
     compared = {*CHAINS, *BY_HAND, "te_per_tensor_2d", "four_over_six", "four_over_six_mae", "fp8_per_token"}
     compared |= {"mxfp4", "mxfp8", "mxfp6_e2m3", "mxfp6_e3m2"}
-    same = {"minite_expert": "minite", "minite_mxfp8_backward": "minite"}
+    same = {"minite_expert": "minite", "minite_mxfp8_backward": "minite", "strict": "minite"}
     quantised = {name for name in CATALOGUE if named_spec(name).activation is not None}
     assert quantised - compared == set(same)
     for name, other in same.items():

@@ -80,3 +80,15 @@ def test_diff_is_empty_for_equal_maps_and_groups_layers_that_differ_alike() -> N
     assert titles == ["layers 0 to 1:", "layers 4 to 4:"]
     assert "weight.outer_domain  row      expert" in text
     assert "left has 5 layers, right has 3" in left.diff(PrecisionMap((MINITE,) * 3))
+
+
+def test_a_strict_spec_holds_for_the_whole_model() -> None:
+    strict = named_spec("strict")
+    precision_map = PrecisionMap.resolve(3, strict)
+    assert precision_map.model == strict.model and PrecisionMap.resolve(3, named_spec("minite")).model is None
+    assert PrecisionMap.from_dict(precision_map.to_dict()) == precision_map
+    other = PrecisionMap.resolve(3, named_spec("strict", {"model.rotary": "bf16"}))
+    assert other.fingerprint != precision_map.fingerprint
+    assert "model.rotary" in precision_map.diff(other)
+    with pytest.raises(ValueError, match="a strict spec holds for all layers alike, got bf16, strict"):
+        PrecisionMap.resolve(3, strict, first_layers_bf16=1)

@@ -17,12 +17,14 @@ import pytest
 
 from kernels.catalogue import CATALOGUE, named_spec
 from kernels.quantizer_spec import QuantizerSpec
-from kernels.spec import QUANTIZERS, ExecutionSpec, Swiglu, format_diff, meanings, spec_diff
+from kernels.labels import spec_from_label
+from kernels.model_spec import ModelSpec
+from kernels.spec import PARTS, QUANTIZERS, ExecutionSpec, Swiglu, format_diff, meanings, spec_diff
 
 LAYER = [
     field.name
     for field in dataclasses.fields(ExecutionSpec)
-    if field.name != "name" and field.name not in QUANTIZERS
+    if field.name != "name" and field.name not in PARTS
 ]
 INNER = [field.name for field in dataclasses.fields(QuantizerSpec)]
 QUANTISED = [f"{role}.{name}" for role in QUANTIZERS for name in INNER]
@@ -33,6 +35,7 @@ FULL = "te_per_tensor"
 GOLDEN: dict[str, str] = {
     "minite": "3683dd5eb5837525",
     "minite_expert": "4d29d3fe16637d12",
+    "strict": "18cef06c55602040",
     "minite_mxfp8_backward": "bf1618571c386444",
     "te_per_tensor": "7b7adf5b8de1546a",
     "te_per_tensor_2d": "916a5f4ae88b9e20",
@@ -283,7 +286,48 @@ IMPOSSIBLE: list[tuple[str, dict[str, object], str]] = [
     ),
     ("minite", {"combine": "slot_order_fma", "combine_sum": "bf16"}, "rounds neither product nor sum"),
     ("minite", {"combine": "slot_order_fma", "router_product": "bf16"}, "rounds neither product nor sum"),
+    ("strict", {"activation": "none"}, "model given, but activation has no blocks scaled in e4m3"),
+    ("strict", {"activation.outer_domain": "tensor"}, "model given with activation.outer_domain=tensor"),
+    ("strict", {"accumulation": "fp32_gemm"}, "model given with accumulation=fp32_gemm"),
+    ("strict", {"combine": "any_order"}, "model given with combine=any_order"),
+    ("strict", {"swiglu": "library_silu(gate)*up"}, "model given with swiglu=library_silu"),
+    ("strict", {"fc1_output": "fp32"}, "model given with .* fc1_output=fp32"),
+    (
+        "strict",
+        {"activation.transform": "hadamard_16", "weight.transform": "hadamard_16"},
+        "model given with activation.transform=hadamard_16",
+    ),
 ]
+
+
+MODEL = [field.name for field in dataclasses.fields(ModelSpec)]
+
+
+@pytest.mark.parametrize("field", MODEL)
+def test_every_field_of_a_strict_model_is_in_the_fingerprint_and_in_the_diff(field: str) -> None:
+    strict = named_spec("strict")
+    [other] = [value for value in ModelSpec.types()[field] if value != getattr(strict.model, field)]
+    changed = named_spec("strict", {"model": {field: other}})
+    assert changed.fingerprint != strict.fingerprint and changed != strict
+    (difference,) = spec_diff(strict, changed)
+    assert difference[:3] == (f"model.{field}", str(getattr(strict.model, field)), str(other))
+    assert difference.meaning == meanings()[f"model.{field}"] and difference.meaning
+    assert spec_from_label(changed.name) == changed
+
+
+def test_a_spec_without_a_model_says_nothing_of_it() -> None:
+    minite, strict = named_spec("minite"), named_spec("strict")
+    assert "model" not in minite.canonical() and not any(key.startswith("model") for key in minite.to_dict())
+    assert strict.canonical().startswith(minite.canonical())
+    assert not minite.strict and strict.strict
+    (difference,) = spec_diff(minite, strict)
+    assert difference[:3] == ("model", "none", "strict")
+    assert named_spec("strict", {"model": "none"}) == minite
+    with pytest.raises(ValueError, match=r"model: .*missing fields \['attention', "):
+        named_spec("minite", {"model.norm": "library"})
+    wrong: Any = "strict"
+    with pytest.raises(TypeError, match=r"ExecutionSpec\.model must be a ModelSpec or None"):
+        dataclasses.replace(minite, model=wrong)
 
 
 @pytest.mark.parametrize(("name", "overrides", "sentence"), IMPOSSIBLE)
