@@ -42,7 +42,7 @@ def policy_loss(
     mask are never read.
 
     Returns a 0-dimensional loss, and 0-dimensional sums that become what they are called when divided by the
-    tokens in the mask: `ratio_mean`, `approx_kl` (k3 estimate of KL(old || new)), `clip_low_share`,
+    tokens in the mask: `ratio_mean`, `log_ratio_abs`, `approx_kl` (k3 estimate of KL(old || new)), `clip_low_share`,
     `clip_high_share` and `dual_clip_share` (tokens whose gradient that bound removes), and with a KL penalty in the
     loss `reference_kl` (its estimate). Raises ValueError when that lacks the batch's `reference_logp`.
     """
@@ -65,6 +65,7 @@ def policy_loss(
     with torch.no_grad():
         sums = {
             "ratio_mean": ratio.sum(),
+            "log_ratio_abs": log_ratio.abs().sum(),
             "approx_kl": (ratio - 1 - log_ratio).sum(),
             "clip_low_share": ((ratio < lower) & (advantage < 0)).sum(),
             "clip_high_share": ((ratio > upper) & (advantage > 0)).sum(),

@@ -75,6 +75,11 @@ class Trainable:
         check_precision_map(precision_map, self.architecture)
         layout = Layout.of(config)
         problems = list(layout.problems(self.architecture))
+        if precision_map.model is not None and (layout.ranks > 1 or config.device != "cpu"):
+            problems.append(
+                "a strict spec is computed by one process on CPUs, not by"
+                f" {layout.ranks} on LearnerConfig.device={config.device!r}"
+            )
         if problems:
             raise ValueError("; ".join(problems))
         self.device = start(config)

@@ -21,6 +21,7 @@ class Reducer(StrEnum):
     """How the values of one step become the value of that step."""
 
     ONCE = "once"  # a statistic of all tokens of the step at once; several values cannot be combined
+    FIRST = "first"
     LAST = "last"
     MEAN = "mean"
     TOKEN_MEAN = "token_mean"  # mean weighted by tokens
@@ -45,8 +46,9 @@ class Metric:
     volatile: bool
 
 
-ONCE, LAST, MEAN, TOKEN_MEAN, SUM, MAX = (
+ONCE, FIRST, LAST, MEAN, TOKEN_MEAN, SUM, MAX = (
     Reducer.ONCE,
+    Reducer.FIRST,
     Reducer.LAST,
     Reducer.MEAN,
     Reducer.TOKEN_MEAN,
@@ -131,6 +133,12 @@ _TABLE: dict[str, list[tuple[str, Reducer, str, str]]] = {
         ("policy/lr", LAST, "", "learning rate of the last update"),
         ("policy/entropy", TOKEN_MEAN, "nat", "entropy of the learner's next-token distribution"),
         ("policy/ratio_mean", TOKEN_MEAN, "", "mean probability ratio new / old policy"),
+        (
+            "policy/log_ratio_abs",
+            FIRST,
+            "nat",
+            "mean |log of that ratio| in the first mini-batch, before a weight changed: 0 under a strict spec",
+        ),
         (
             "policy/clip_low_share",
             TOKEN_MEAN,
@@ -341,6 +349,8 @@ def reduce(name: str, values: Iterable[object], weights: Sequence[object] | None
                 raise ValueError(
                     f"metric {name}: {len(found)} values, but it is computed once for the whole step"
                 )
+            return found[0]
+        case Reducer.FIRST:
             return found[0]
         case Reducer.LAST:
             return found[-1]

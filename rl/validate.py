@@ -105,6 +105,7 @@ def model_problems(config: Config, model: Architecture) -> Iterator[str]:
             f"sampler.sleep={config.sampler.sleep}: the samplers are at work while the learner is, with"
             f" algorithm.pipeline={config.algorithm.pipeline}"
         )
+    yield from _strict_problems(config)
     if config.learner.dtype != config.sampler.dtype and not config.spec.allow_difference:
         yield (
             f"learner.dtype={config.learner.dtype} and sampler.dtype={config.sampler.dtype} differ;"
@@ -122,6 +123,24 @@ def _stock_problems(config: Config) -> Iterator[str]:
         yield f"spec.sampler={config.spec.sampler}: a stock engine takes no specification"
     if config.algorithm.rollout_sampling.return_routes:
         yield "sampler.stock=true: a stock engine does not say which experts it chose (return_routes, r3)"
+
+
+def _strict_problems(config: Config) -> Iterator[str]:
+    """What a strict specification does not cover yet, where one is asked for."""
+    if not any(spec.strict for spec in resolve_specs(config.spec)):
+        return
+    learner, algorithm = config.learner, config.algorithm
+    rules = {
+        "learner.device": (learner.device, learner.device == "cpu", "cpu"),
+        "learner.tensor_parallel": (learner.tensor_parallel, learner.tensor_parallel == 1, "1"),
+        "learner.expert_parallel": (learner.expert_parallel, learner.expert_parallel == 1, "1"),
+        "learner.pipeline_parallel": (learner.pipeline_parallel, learner.pipeline_parallel == 1, "1"),
+        "algorithm.sampling.top_p": (algorithm.sampling.top_p, algorithm.sampling.top_p == 1, "1"),
+        "algorithm.routing_replay": (algorithm.routing_replay, algorithm.routing_replay == "off", "off"),
+    }
+    for key, (value, fits, expected) in rules.items():
+        if not fits:
+            yield f"{key}={value}: must be {expected} under the strict specification spec.name={config.spec.name}"
 
 
 def prompt_limit(config: Config) -> int:

@@ -69,6 +69,10 @@ class Sampler:
         self._sleeping = False
         with vllm_environment(config):
             from vllm import LLM
+            from vllm.platforms import current_platform
+
+            if precision_map.model is not None and not current_platform.is_cpu():
+                raise ValueError(f"a strict spec is computed on CPUs, not on {current_platform.device_type}")
 
             self._llm = LLM(
                 model=str(model_dir),

@@ -1,6 +1,7 @@
-"""The gap between the engines, and their speed, over ways to schedule the same requests.
+r"""The gap between the engines, and their speed, over ways to schedule the same requests.
 
-    python scripts/bench/strict_gap.py +recipe=smollm2_strict sampler.max_model_len=256 algorithm.sampling.max_tokens=128
+    python scripts/bench/strict_gap.py +recipe=smollm2_strict algorithm.sampling.max_tokens=128 \
+        sampler.max_model_len=256
     python scripts/bench/strict_gap.py --ways 32 +recipe=smollm2 ...     # the same under the practical spec
     options: --prompts N (32), --ways NAMES (all), --few N: prompts of ways below 32 (7), --alone N: of the way `1` (2)
              --folder FOLDER: keep responses there, and take those that are there already

@@ -79,6 +79,14 @@ CASES = {
     "more experts a token than there are": (["model.hf_config.num_experts_per_tok=9"], "9 experts a token"),
     "heads that cannot share keys": (["model.hf_config.num_attention_heads=3"], "3 attention heads"),
     "cache that cannot be written": (["run.cache_dir=/proc/nope"], "run.cache_dir=/proc/nope"),
+    "a strict nucleus": (["spec=strict", "algorithm.sampling.top_p=0.9"], "algorithm.sampling.top_p=0.9"),
+    "replay under a strict spec": (
+        ["spec=strict", "algorithm.routing_replay=r3"],
+        "algorithm.routing_replay=r3",
+    ),
+    "strict on a GPU": (["spec=strict", "learner.device=cuda"], "learner.device=cuda"),
+    "BF16 layers beside strict ones": (["spec=strict", "spec.first_layers_bf16=1"], "for all layers alike"),
+    "cut prompts without a strict spec": (["sampler.chunked_prefill=true"], "chunked_prefill=True"),
     "resume from nothing": (["run.resume=/nowhere/run"], "/nowhere/run"),
 }
 
