@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 from kernels.catalogue import CATALOGUE, named_spec
-from kernels.quantizer_spec import QuantizerSpec
 from kernels.labels import spec_from_label
 from kernels.model_spec import ModelSpec
+from kernels.quantizer_spec import QuantizerSpec
 from kernels.spec import PARTS, QUANTIZERS, ExecutionSpec, Swiglu, format_diff, meanings, spec_diff
 
 LAYER = [

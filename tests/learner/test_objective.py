@@ -252,6 +252,7 @@ def test_sums_agree_with_the_definitions() -> None:
         n, o, a = new[i, t].item(), batch.old_logp[i, t].item(), batch.advantages[i].item()
         r = math.exp(n - o)
         expected["ratio_mean"] += r
+        expected["log_ratio_abs"] += abs(n - o)
         expected["approx_kl"] += r - 1 - (n - o)
         expected["clip_low_share"] += r < 0.8 and a < 0
         expected["clip_high_share"] += r > 1.28 and a > 0

@@ -17,6 +17,7 @@ from rl.metrics import METRICS, Reducer, UnknownMetric, number, numbers, reduce
 
 FINITE = st.floats(-1e9, 1e9)
 BY_REDUCER = {
+    Reducer.FIRST: "policy/log_ratio_abs",
     Reducer.LAST: "policy/lr",
     Reducer.MEAN: "reward/mean",
     Reducer.TOKEN_MEAN: "policy/loss",
@@ -29,6 +30,7 @@ BY_REDUCER = {
 def test_reducers_agree_with_numpy(pairs: list[tuple[float, int]]) -> None:
     values, tokens = (np.array(column, dtype=np.float64) for column in zip(*pairs, strict=True))
     expected = {
+        Reducer.FIRST: values[0],
         Reducer.LAST: values[-1],
         Reducer.MEAN: np.mean(values),
         Reducer.TOKEN_MEAN: np.average(values, weights=tokens),
