@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -73,8 +74,9 @@ def respond(sampler: Sampler) -> list[list[Completion]]:
     return sampler.generate(prompts(), [[i, i + 100] for i in range(6)], SAMPLING)
 
 
-@pytest.mark.parametrize("spec", ["fp32", "minite"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "spec"), [*itertools.product(FAMILIES, ("fp32", "minite")), ("qwen3_moe", "strict")]
+)
 def test_update_there_and_back(
     family: str,
     spec: str,

@@ -1,0 +1,89 @@
+"""A process of its own for test_strict: samplers under the strict spec answer the same requests in different ways."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from kernels.catalogue import named_spec
+from kernels.precision_map import PrecisionMap
+from sampler.config import SamplerConfig, SamplingConfig
+from sampler.engine import Sampler
+
+LAYERS, VOCAB, TEMPERATURE = 2, 61, 0.8
+MAX_LEN, TOKENS, PROMPTS = 192, 128, 32
+ONE_TOKEN = LAYERS * 2 * 2 * 32 * 4  # bytes of its keys and values
+# What differs from a batch of 32 sequences, and how many of the prompts are answered.
+WAYS: dict[str, tuple[dict[str, Any], int]] = {
+    "32 together": ({}, PROMPTS),
+    "without a prefix cache": ({"prefix_caching": False}, PROMPTS),
+    "7 together, prompts cut": (
+        {"max_num_seqs": 7, "chunked_prefill": True, "max_num_batched_tokens": 24},
+        PROMPTS,
+    ),
+    "cut without a prefix cache": (
+        {"prefix_caching": False, "chunked_prefill": True, "max_num_batched_tokens": 40},
+        PROMPTS // 2,
+    ),
+    "alone": ({"max_num_seqs": 1}, 2),
+    "preempted": ({"kv_cache_gib": 60 * 32 * ONE_TOKEN / 2**30}, PROMPTS),
+    "two threads": ({"threads": 2}, 8),
+}
+CONFIG = SamplerConfig(
+    max_model_len=MAX_LEN, max_num_seqs=32, max_num_batched_tokens=512, kv_cache_gib=1 / 32, threads=1
+)
+Row = tuple[list[int], list[int], list[float]]
+
+
+def prompts(count: int) -> list[list[int]]:
+    """Of 1 to 64 tokens; every other one begins with the same 40, more than a block of the cache."""
+    generator = torch.Generator().manual_seed(0)
+    shared = torch.randint(VOCAB, (40,), generator=generator).tolist()
+    made = []
+    for number in range(count):
+        length = int(torch.randint(1, 25, (1,), generator=generator))
+        own = torch.randint(VOCAB, (length,), generator=generator).tolist()
+        made.append(shared + own if number % 2 else own)
+    return made
+
+
+def answer(sampler: Sampler, count: int) -> list[Row]:
+    sampling = SamplingConfig(max_tokens=TOKENS, temperature=TEMPERATURE)
+    responses = sampler.generate(prompts(count), [[number] for number in range(count)], sampling)
+    return [
+        (prompt, list(own[0].token_ids), list(own[0].logp))
+        for prompt, own in zip(prompts(count), responses, strict=True)
+    ]
+
+
+def scored(sampler: Sampler, rows: list[Row]) -> list[list[float]]:
+    """The responses' log-probabilities by teacher forcing."""
+    sequences = [prompt + response for prompt, response, _ in rows]
+    return sampler.score(sequences, [len(prompt) for prompt, _, _ in rows], TEMPERATURE)
+
+
+def main(folder: str) -> None:
+    place, strict = Path(folder), PrecisionMap.resolve(LAYERS, named_spec("strict"))
+    saved: dict[str, Any] = {}
+    alive = []  # the end of one engine would take vLLM's process groups from the others
+    for way, (changes, count) in WAYS.items():
+        sampler = Sampler(place / "qwen3_moe", strict, replace(CONFIG, **changes))
+        alive.append(sampler)
+        scheduler = sampler._llm.llm_engine.engine_core.engine_core.scheduler
+        with patch.object(scheduler, "_preempt_request", wraps=scheduler._preempt_request) as preempt:
+            saved[way] = answer(sampler, count)
+        saved["preemptions", way] = preempt.call_count
+    saved["scored"] = scored(alive[0], saved["32 together"][:8])
+    sampler = Sampler(place / "mixtral", strict, replace(CONFIG, dtype="bfloat16"))
+    alive.append(sampler)
+    saved["mixtral"] = answer(sampler, 8)
+    torch.save(saved, place / "saved.pt")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
