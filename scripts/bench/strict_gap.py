@@ -4,12 +4,11 @@ r"""The gap between the engines, and their speed, over ways to schedule the same
         sampler.max_model_len=256
     python scripts/bench/strict_gap.py --ways 32 +recipe=smollm2 ...     # the same under the practical spec
     options: --prompts N (32), --ways NAMES (all), --few N: prompts of ways below 32 (7), --alone N: of the way `1` (2)
-             --folder FOLDER: keep responses there, and take those that are there already
+             --folder FOLDER: keep responses there, and take those that are there already; --update: a step as well
 
 A way is the number of sequences that are decoded together, with `+chunks` (prompts cut, of 48 tokens a pass at most)
 and `-cache` (no prefix cache) behind it. Each runs in a process of its own on the first prompts of the recipe's data,
-one response each; another process scores all responses with the learner, twice, in micro-batches of two sizes, and
-takes one optimiser step. The table has max, mean and P99 of |delta logp|, how many responses are those of the first
+one response each; another process scores all responses with the learner, twice, in micro-batches of two sizes. The table has max, mean and P99 of |delta logp|, how many responses are those of the first
 way, bit for bit, and tokens per second: of responses for the sampler, of whole sequences for the learner.
 """
 
@@ -40,6 +39,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=32)
     parser.add_argument("--few", type=int, default=7)
     parser.add_argument("--alone", type=int, default=2)
+    parser.add_argument("--update", action="store_true")
     parser.add_argument("--ways", default=",".join(WAYS))
     parser.add_argument("--sample", help=argparse.SUPPRESS)  # in a process of its own: this way
     parser.add_argument("--score", action="store_true", help=argparse.SUPPRESS)
@@ -127,6 +127,8 @@ def score(plan: Plan, options: argparse.Namespace, folder: Path) -> None:
                 f"{way:>16} {size:11d} {len(gap):7d} {numbers} {speeds} {equal:>10} of {len(lengths)}",
                 flush=True,
             )
+    if not options.update:
+        return
     advantages = torch.ones(len(lengths)).index_fill(0, torch.arange(0, len(lengths), 2), -1.0)
     batch = TrainBatch(tokens, lengths, mask, scores.logp, sampled, advantages)
     started = time.perf_counter()
