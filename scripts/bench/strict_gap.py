@@ -8,8 +8,9 @@ r"""The gap between the engines, and their speed, over ways to schedule the same
 
 A way is the number of sequences that are decoded together, with `+chunks` (prompts cut, of 48 tokens a pass at most)
 and `-cache` (no prefix cache) behind it. Each runs in a process of its own on the first prompts of the recipe's data,
-one response each; another process scores all responses with the learner, twice, in micro-batches of two sizes. The table has max, mean and P99 of |delta logp|, how many responses are those of the first
-way, bit for bit, and tokens per second: of responses for the sampler, of whole sequences for the learner.
+one response each; another process scores all responses with the learner, twice, in micro-batches of two sizes. The
+table has max, mean and P99 of |delta logp|, how many responses are those of the first way, bit for bit, and tokens per
+second: of responses for the sampler, of whole sequences for the learner.
 """
 
 from __future__ import annotations
