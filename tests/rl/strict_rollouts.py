@@ -21,18 +21,16 @@ ONE_TOKEN = LAYERS * 2 * 2 * 32 * 4  # bytes of its keys and values
 # What differs from a batch of 32 sequences, and how many of the prompts are answered.
 WAYS: dict[str, tuple[dict[str, Any], int]] = {
     "32 together": ({}, PROMPTS),
-    "without a prefix cache": ({"prefix_caching": False}, PROMPTS),
-    "7 together, prompts cut": (
-        {"max_num_seqs": 7, "chunked_prefill": True, "max_num_batched_tokens": 24},
+    "prompts cut, no prefix cache": (
+        {"prefix_caching": False, "chunked_prefill": True, "max_num_batched_tokens": 40},
         PROMPTS,
     ),
-    "cut without a prefix cache": (
-        {"prefix_caching": False, "chunked_prefill": True, "max_num_batched_tokens": 40},
-        PROMPTS // 2,
+    "7 together, prompts cut, two threads": (
+        {"max_num_seqs": 7, "chunked_prefill": True, "max_num_batched_tokens": 24, "threads": 2},
+        14,
     ),
     "alone": ({"max_num_seqs": 1}, 2),
-    "preempted": ({"kv_cache_gib": 60 * 32 * ONE_TOKEN / 2**30}, PROMPTS),
-    "two threads": ({"threads": 2}, 8),
+    "preempted": ({"kv_cache_gib": 30 * 32 * ONE_TOKEN / 2**30}, 16),
 }
 CONFIG = SamplerConfig(
     max_model_len=MAX_LEN, max_num_seqs=32, max_num_batched_tokens=512, kv_cache_gib=1 / 32, threads=1
