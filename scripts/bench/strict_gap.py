@@ -10,7 +10,8 @@ A way is the number of sequences that are decoded together, with `+chunks` (prom
 and `-cache` (no prefix cache) behind it. Each runs in a process of its own on the first prompts of the recipe's data,
 one response each; another process scores all responses with the learner, twice, in micro-batches of two sizes. The
 table has max, mean and P99 of |delta logp|, how many responses are those of the first way, bit for bit, and tokens per
-second: of responses for the sampler, of whole sequences for the learner.
+second of processor time, all threads together, which other work on the machine disturbs little: of responses for the
+sampler, of whole sequences for the learner.
 """
 
 from __future__ import annotations
@@ -85,15 +86,18 @@ def sample(plan: Plan, options: argparse.Namespace, folder: Path) -> None:
     seeds = [[number] for number in range(count)]
     sampling = replace(plan.config.algorithm.sampling, stop_token_ids=())
     sampler.generate(prompts[:1], seeds[:1], replace(sampling, max_tokens=2))  # what is made when first used
-    started = time.perf_counter()
+    started = time.process_time()
     responses = sampler.generate(prompts, seeds, sampling)
-    seconds = time.perf_counter() - started
+    seconds = time.process_time() - started
     rows = [
         (list(prompt), list(own[0].token_ids), list(own[0].logp))
         for prompt, own in zip(prompts, responses, strict=True)
     ]
     torch.save({"rows": rows, "seconds": seconds}, folder / f"{way}.pt")
-    print(f"{way}: sampled {sum(len(row[1]) for row in rows)} tokens in {seconds:.1f} s", flush=True)
+    print(
+        f"{way}: sampled {sum(len(row[1]) for row in rows)} tokens in {seconds:.1f} s of processor time",
+        flush=True,
+    )
 
 
 def score(plan: Plan, options: argparse.Namespace, folder: Path) -> None:
@@ -118,9 +122,9 @@ def score(plan: Plan, options: argparse.Namespace, folder: Path) -> None:
         tokens, lengths, mask, sampled = _padded(saved["rows"])
         equal = sum(first.setdefault(number, row[1:]) == row[1:] for number, row in enumerate(saved["rows"]))
         for size, policy in policies.items():
-            started = time.perf_counter()
+            started = time.process_time()
             scores = policy.score(tokens, lengths, mask, temperature)
-            seconds = time.perf_counter() - started
+            seconds = time.process_time() - started
             gap = (scores.logp - sampled)[mask].abs().double()
             numbers = f"{gap.max():9.2e} {gap.mean():9.2e} {gap.quantile(0.99):9.2e}"
             speeds = f"{len(gap) / saved['seconds']:9.1f} {int(lengths.sum()) / seconds:8.1f}"
@@ -132,11 +136,11 @@ def score(plan: Plan, options: argparse.Namespace, folder: Path) -> None:
         return
     advantages = torch.ones(len(lengths)).index_fill(0, torch.arange(0, len(lengths), 2), -1.0)
     batch = TrainBatch(tokens, lengths, mask, scores.logp, sampled, advantages)
-    started = time.perf_counter()
+    started = time.process_time()
     metrics = policy.update(batch, config.algorithm.objective, temperature)
-    seconds = time.perf_counter() - started
+    seconds = time.process_time() - started
     print(
-        f"update: {int(lengths.sum()) / seconds:.1f} tokens/s; mean ratio before it {metrics['ratio_mean']!r}"
+        f"update: {int(lengths.sum()) / seconds:.1f} tokens/s of processor time; mean ratio before it {metrics['ratio_mean']!r}"
     )
 
 
