@@ -35,9 +35,8 @@ class FixedPoint:
 
 def fixed_point(x: torch.Tensor, bits: int) -> FixedPoint:
     """x [..., R, K] of any float type; each row of K elements has a scale of its own. What is not finite stays so."""
-    wide = x.double()
-    exponent = exponents(wide.abs().amax(-1, keepdim=True))
-    return FixedPoint((wide * power_of_two(bits - exponent)).round_(), power_of_two(exponent - bits))
+    exponent = exponents(x.abs().amax(-1, keepdim=True).double())
+    return FixedPoint((x * power_of_two(bits - exponent)).round_(), power_of_two(exponent - bits))
 
 
 def product(x: FixedPoint, weight: FixedPoint) -> torch.Tensor:

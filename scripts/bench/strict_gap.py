@@ -140,7 +140,8 @@ def score(plan: Plan, options: argparse.Namespace, folder: Path) -> None:
     metrics = policy.update(batch, config.algorithm.objective, temperature)
     seconds = time.process_time() - started
     print(
-        f"update: {int(lengths.sum()) / seconds:.1f} tokens/s of processor time; mean ratio before it {metrics['ratio_mean']!r}"
+        f"update: {int(lengths.sum()) / seconds:.1f} tokens/s of processor time; mean |log ratio| before it"
+        f" {metrics['log_ratio_abs']!r}"
     )
 
 
