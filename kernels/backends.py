@@ -4,7 +4,7 @@
     triton_emulated    Triton on a Hopper GPU: FP4 operands decoded exactly to 16 bits
     triton_native      Triton on a Blackwell GPU (compute capability 10.0, 10.3): block-scaled FP4 tensor cores
 
-On a CPU, and for specs that the Triton kernels do not compute, that is the reference. A GPU on which they do not run,
+On a CPU, for strict specs, and for specs that the Triton kernels do not compute, that is the reference. A GPU on which they do not run,
 or a back end asked for by name that cannot compute the spec, is refused: nothing is replaced unasked.
 """
 
@@ -70,6 +70,12 @@ def _choose(spec: ExecutionSpec, device: torch.device, name: str | None) -> Expe
         if name is not None:
             raise ValueError(f"{name} computes on an NVIDIA GPU, not on {device}")
         return _said(REFERENCE, spec, device, "no GPU")
+    if spec.strict:
+        if name is not None:
+            raise ValueError(
+                f"{name} sums products in an order of its own, which {spec.name!r} does not allow"
+            )
+        return _said(REFERENCE, spec, device, "a strict spec")
     if importlib.util.find_spec("triton") is None:
         raise ValueError(
             f"expert layers under {spec.name!r} on {device} need the package triton; ask for `reference`"

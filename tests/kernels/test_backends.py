@@ -45,6 +45,9 @@ def test_by_capability(monkeypatch: pytest.MonkeyPatch) -> None:
     assert chosen((10, 0), name="triton_emulated") == "triton_emulated"
     assert chosen((9, 0), "te_exact") == "reference"
     assert chosen((8, 0), name="reference") == "reference"
+    assert chosen((9, 0), "strict") == "reference"
+    with pytest.raises(ValueError, match="triton_emulated sums products in an order of its own"):
+        chosen((9, 0), "strict", "triton_emulated")
     with pytest.raises(ValueError, match="does not compute 'te_exact'"):
         chosen((9, 0), "te_exact", "triton_emulated")
     with pytest.raises(ValueError, match=r"not on \(8, 0\)"):
