@@ -4,8 +4,8 @@
     triton_emulated    Triton on a Hopper GPU: FP4 operands decoded exactly to 16 bits
     triton_native      Triton on a Blackwell GPU (compute capability 10.0, 10.3): block-scaled FP4 tensor cores
 
-On a CPU, for strict specs, and for specs that the Triton kernels do not compute, that is the reference. A GPU on which they do not run,
-or a back end asked for by name that cannot compute the spec, is refused: nothing is replaced unasked.
+On a CPU, for strict specs, and for specs that the Triton kernels do not compute, that is the reference. A GPU on which
+they do not run, or a back end asked for by name that cannot compute the spec, is refused: nothing is replaced unasked.
 """
 
 from __future__ import annotations
