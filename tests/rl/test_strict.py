@@ -102,7 +102,7 @@ def test_responses_do_not_depend_on_the_way_in_which_they_are_computed(saved: Sa
     assert len({tuple(response) for _, response, _ in first}) == PROMPTS
     for way, (_, count) in WAYS.items():
         assert saved[way] == first[:count], way
-    assert saved["preemptions", "preempted"] > 0 == saved["preemptions", "32 together"]
+    assert {way for way in WAYS if saved["preemptions", way]} == {way for way in WAYS if "preempted" in way}
     assert saved["scored"] == [logp for _, _, logp in first[:8]]
 
 
@@ -116,7 +116,7 @@ def test_the_gap_is_zero_however_the_learner_cuts_its_batch(tokens: int, place: 
 
 def test_the_gap_is_zero_in_bf16_and_with_tied_embeddings(place: Path, saved: Saved) -> None:
     found = gap(learner(place, "mixtral", dtype="bfloat16"), saved["mixtral"])
-    assert len(found) == 8 * TOKENS and found.max() == 0.0
+    assert len(found) == 4 * TOKENS and found.max() == 0.0
 
 
 @pytest.mark.parametrize("field", [f"model.{name}" for name in ModelSpec.types()] + ["weight.outer_domain"])
