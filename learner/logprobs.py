@@ -67,12 +67,13 @@ def token_scores(
     """Scores of `ids` under the logits hidden @ output_weight.T.
 
     hidden: [N, H] and output_weight: [V, H] of any float type, widened to FP32 before the product; ids: int64 [N].
-    part: which rows of the whole output weight these are; None: all. strict: the sampler's very operations, for top_p 1.
+    part: which rows of the whole output weight these are; None: all.
+    strict: the sampler's very operations, for top_p 1 and the whole output weight.
 
     Works on chunks of rows whose FP32 logits take at most `logits_bytes` (at least one row); when there are several,
     backward computes each chunk's logits anew. The entropy carries a gradient only
-    with `entropy_gradient`. Raises ValueError unless the temperature is positive and finite and top_p in (0, 1], and for
-    a lower top_p, or a part of the vocabulary, under a strict spec.
+    with `entropy_gradient`. Raises ValueError unless the temperature is positive and finite and top_p in (0, 1], and
+    for a lower top_p, or a part of the vocabulary, under a strict spec.
     """
     if not 0 < temperature < float("inf"):
         raise ValueError(f"temperature must be positive and finite, got {temperature}")
