@@ -150,6 +150,11 @@ class Experts(MegatronModule):
             seed=self._seed(),
         )
 
+    def compute_under(self, spec: ExecutionSpec) -> None:
+        """From here on `forward` computes under `spec`, with the same masters."""
+        self.execution_spec = spec
+        self._snapshot = None
+
     def quantized(self, spec: ExecutionSpec) -> ExpertWeights:
         """The present weights under `spec`: the very tensors that `forward` uses when it is the layer's
         own.
