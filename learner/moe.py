@@ -153,6 +153,7 @@ class Experts(MegatronModule):
     def compute_under(self, spec: ExecutionSpec) -> None:
         """From here on `forward` computes under `spec`, with the same masters."""
         self.execution_spec = spec
+        self.computed_spec = slot_spec(spec) if self.shared_out else spec
         self._snapshot = None
 
     def quantized(self, spec: ExecutionSpec) -> ExpertWeights:
