@@ -10,6 +10,7 @@ import torch
 
 from kernels.accumulate import product
 from kernels.guard import NonFiniteGuard, Operand
+from kernels.probe import Shown, show
 from kernels.quantize import NonFiniteReport, QuantizedTensor, decode, decode_scale, quantize_activation
 from kernels.quantizer_spec import Block, BlockScaleFormat, QuantizerSpec, ScaleDomain
 from kernels.routing import Routing
@@ -73,20 +74,24 @@ def grouped_operand(
     """
     quantizer = spec.activation
     if quantizer is None:
-        return Decoded(x if rows is None else x[rows], None)
+        plain = x if rows is None else x[rows]
+        show(name, plain)
+        return Decoded(plain, None)
     if quantizer.outer_domain is not ScaleDomain.TENSOR and quantizer.block is not Block.TILE_16:
         # A row's scales depend on that row alone: it is quantised once for all its slots.
         def record(bad: torch.Tensor) -> None:
             assert guard is not None
             guard.record(name, bad if rows is None else bad[rows], routing.experts)
 
-        operand = _quantized(x, quantizer, spec.epilogue, name, None if guard is None else record)
+        operand = _quantized(x, rows, quantizer, spec.epilogue, name, None if guard is None else record)
         return operand if rows is None else operand.select(lambda tensor: tensor[rows])
     grouped = x if rows is None else x[rows]
     parts = []
     for expert, own in routing.occupied() or [(0, slice(0, 0))]:
         record_expert = None if guard is None else partial(guard.record, name, experts=expert)
-        part = _quantized(grouped[own], quantizer, spec.epilogue, f"{name} of expert {expert}", record_expert)
+        part = _quantized(
+            grouped[own], None, quantizer, spec.epilogue, name, record_expert, f" of expert {expert}"
+        )
         count = own.stop - own.start
         parts.append(part.select(partial(_rows, count=count)))
     scales = [part.outer_scales for part in parts if part.outer_scales is not None]
@@ -110,9 +115,17 @@ def _rows(tensor: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def _quantized(
-    x: torch.Tensor, quantizer: QuantizerSpec, epilogue: Epilogue, what: str, record: NonFiniteReport | None
+    x: torch.Tensor,
+    rows: torch.Tensor | None,
+    quantizer: QuantizerSpec,
+    epilogue: Epilogue,
+    name: Operand,
+    record: NonFiniteReport | None,
+    whose: str = "",
 ) -> Decoded:
-    return Decoded.of(quantize_activation(x, quantizer, what=what, on_non_finite=record), quantizer, epilogue)
+    quantized = quantize_activation(x, quantizer, what=f"{name}{whose}", on_non_finite=record)
+    show(name, Shown(quantized, rows))
+    return Decoded.of(quantized, quantizer, epilogue)
 
 
 def _epilogue(

@@ -16,6 +16,7 @@ from kernels.combine import combine
 from kernels.experts import TORCH_TYPE, ExpertWeights
 from kernels.grouped import Decoded, grouped_linear, grouped_operand
 from kernels.guard import NonFiniteGuard, Operand
+from kernels.probe import show
 from kernels.quantize import QuantizedTensor
 from kernels.routing import Routing
 from kernels.spec import ExecutionSpec, RouterPosition
@@ -125,6 +126,8 @@ def expert_rows(
     act = fc2_input(fc1, coefficients, spec)
     operand = grouped_operand(act, None, routing, spec, Operand.FC2_INPUT, guard)
     fc2 = grouped_linear(operand, routing, prepared.w2, spec).to(TORCH_TYPE[spec.fc2_output])
+    for name, tensor in (("fc1", fc1), ("swiglu", act), ("fc2", fc2)):
+        show(name, tensor)
     return ExpertRows(fc1, act, fc2)
 
 

@@ -150,6 +150,12 @@ class Experts(MegatronModule):
             seed=self._seed(),
         )
 
+    def compute_under(self, spec: ExecutionSpec) -> None:
+        """From here on `forward` computes under `spec`, with the same masters."""
+        self.execution_spec = spec
+        self.computed_spec = slot_spec(spec) if self.shared_out else spec
+        self._snapshot = None
+
     def quantized(self, spec: ExecutionSpec) -> ExpertWeights:
         """The present weights under `spec`: the very tensors that `forward` uses when it is the layer's
         own.

@@ -73,10 +73,21 @@ def load_config(overrides: list[str]) -> Config:
     Raises:
         ConfigError: unknown key or recipe, missing value, wrong type, or a broken rule; the message names the key.
     """
+    return check_config(_composed_run("config", Config, overrides))
+
+
+def load_extended(name: str, cls: type[T], overrides: list[str]) -> T:
+    """As `load_config`, for a subclass `cls` of `Config` with keys of its own; configs/NAME.yaml puts both together."""
+    own = {key: value for key, value in _default_values(cls).items() if key not in _default_values(Config)}
+    ConfigStore.instance().store(name=f"{name}_defaults", node=own)
+    return _checked(cls, _composed_run(name, cls, overrides))
+
+
+def _composed_run(name: str, cls: type, overrides: list[str]) -> Any:
     if not any(item.startswith(("+recipe=", "data=")) for item in overrides):
         raise ConfigError(f"name what to run: +recipe=NAME, one of {', '.join(recipes())}")
     _register_defaults()
-    return check_config(_composed("config", Config, overrides))
+    return _composed(name, cls, overrides)
 
 
 def compose_defaults(name: str, cls: type[T], overrides: list[str]) -> T:

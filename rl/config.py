@@ -150,6 +150,37 @@ class AdvantageConfig:
 
 
 @dataclass(frozen=True)
+class GapLimitConfig:
+    """Bounds on the gap between the engines; see `rl.gap_limit`. None: no bound.
+
+    p99 (nats) and k3: at most; ess: at least. `action` is taken when a bound was crossed in `times` of the last
+    `within` iterations: a warning, or a checkpoint and the end of the run.
+    """
+
+    p99: float | None = None
+    k3: float | None = None
+    ess: float | None = None
+    times: int = 3
+    within: int = 10
+    action: Literal["warn", "halt"] = "warn"
+
+    def __post_init__(self) -> None:
+        for key in ("p99", "k3", "ess"):
+            value = getattr(self, key)
+            _require(
+                value is None or 0 < value < inf, f"algorithm.gap_limit.{key}", value, "more than 0, finite"
+            )
+        _require(self.ess is None or self.ess <= 1, "algorithm.gap_limit.ess", self.ess, "a share, at most 1")
+        _require(self.times >= 1, "algorithm.gap_limit.times", self.times, "at least 1")
+        _require(
+            self.within >= self.times,
+            "algorithm.gap_limit.within",
+            self.within,
+            f"at least algorithm.gap_limit.times={self.times}",
+        )
+
+
+@dataclass(frozen=True)
 class AlgorithmConfig:
     """Groups, dynamic sampling, rewards, advantages, and how a batch is cut into updates.
 
@@ -175,6 +206,7 @@ class AlgorithmConfig:
     advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    gap_limit: GapLimitConfig = field(default_factory=GapLimitConfig)
 
     def __post_init__(self) -> None:
         _require(

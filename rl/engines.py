@@ -13,6 +13,7 @@ from kernels.report import EngineReport
 from rl.actors import CriticActor, LearnerActor, SamplerActor, WeightSyncActor, peak_memory_mib
 from rl.cluster import Remote, start_actor, stop_actor, wait
 from rl.devices import device_of
+from rl.expert_load import expert_load_by_layer
 from rl.fleet import Fleet
 from rl.group import Group, start_group, wait_until_ready
 from rl.models import cached_folder, folder_digest, model_architecture
@@ -67,7 +68,7 @@ class Engines:
     def work(self, sequences: Sequences) -> dict[str, float]:
         """What the scoring pass over `sequences`, which was the last, had to do, and how it spread over the experts."""
         counts = self.learner.expert_load()
-        load = {} if counts is None else expert_load(counts)
+        load = {} if counts is None else expert_load(counts) | expert_load_by_layer(counts)
         return self.hardware.work(sequences.lengths, int(sequences.loss_mask.sum())) | load
 
     def checkpoint(self, folder: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,8 +21,10 @@ from rl.engines import Engines, start_engines
 from rl.errors import DiskFull
 from rl.evaluation.during_training import benchmark_metrics
 from rl.evaluation.exams import Exam
+from rl.gap_limit import GapLimitExceeded, GapWatch
 from rl.pipeline import RolloutBatch
 from rl.plan import DATA, Plan
+from rl.records.history import read_history
 from rl.records.logger import RunLogger
 from rl.records.provenance import record_engines, record_launch
 from rl.records.report import write_report
@@ -59,6 +61,7 @@ class Job:
     restored: dict[str, Any]
     exams: Sequence[Exam] = ()
     ahead: RolloutBatch | None = None
+    gap_watch: GapWatch | None = None
 
     def generate(
         self, prompts: Sequence[Prompt], samples: int, purpose: str, sampling: SamplingConfig
@@ -108,6 +111,21 @@ class Job:
         """Write metrics of a step, which may come in parts, to metrics.jsonl, W&B and the terminal."""
         self.logger.log(step, metrics)
         self.view.step(step, metrics)
+
+    def watch(self, step: int, metrics: Mapping[str, float], save: Callable[[], None]) -> None:
+        """Hold the gap of an iteration to `algorithm.gap_limit`.
+
+        Warns, or raises GapLimitExceeded, after `save` where the iteration has no checkpoint yet.
+        """
+        found = self.gap_watch.see(step, metrics) if self.gap_watch else None
+        if found is None:
+            return
+        if self.config.algorithm.gap_limit.action == "warn":
+            log.warning("%s", found)
+            return
+        if step not in self.checkpoints.steps():
+            save()
+        raise GapLimitExceeded(found)
 
     def save(self, step: int, state: dict[str, Any], ahead: RolloutBatch | None = None) -> None:
         """Write a checkpoint: engines, the driver's state (data cursor: state["position"]), and rollouts."""
@@ -164,6 +182,7 @@ def open_job(plan: Plan) -> Iterator[Job]:
             restored,
             plan.exams,
             ahead,
+            GapWatch(config.algorithm.gap_limit, read_history(folder.metrics)),
         )
         reports = engines.reports()
         record_engines(folder, reports)

@@ -70,8 +70,10 @@ def run_iterations(job: Job, pipeline: Pipeline, progress: Progress) -> None:
                 metrics |= job.answer_benchmarks()
         metrics |= stages.metrics(metrics["tokens/generated"]) | job.engines.memory()
         job.record(progress.iteration, metrics | job.engines.hardware.usage(metrics))
+        save = partial(job.save, progress.iteration, asdict(progress), pipeline.ahead)
         if last or progress.iteration % run.checkpoint_every == 0:
-            job.save(progress.iteration, asdict(progress), pipeline.ahead)
+            save()
+        job.watch(progress.iteration, metrics, save)
 
 
 def end_early(job: Job, progress: Progress, shortage: TooFewGroups) -> None:

@@ -15,6 +15,7 @@ from numbers import Integral, Real
 from types import MappingProxyType
 
 from rl.evaluation.benchmarks import BENCHMARKS, SPECS
+from rl.expert_load import LAYERS
 
 
 class Reducer(StrEnum):
@@ -286,6 +287,17 @@ _TABLE["benchmark"] = [
     for spec in SPECS
     for quantity, reducer, unit, meaning in _BENCHMARK_ROWS
 ]
+# Of each layer, numbered from 000; see `rl.expert_load`.
+for _layer in range(LAYERS):
+    _TABLE["experts"] += [
+        (f"experts/active/{_layer:03d}", ONCE, "experts", f"experts with any token in layer {_layer}"),
+        (
+            f"experts/load/{_layer:03d}",
+            ONCE,
+            "",
+            f"largest load of an expert over the mean load in layer {_layer}",
+        ),
+    ]
 _VOLATILE_SECTIONS = {"time", "memory", "usage"}
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from sampler.quantization import ExpertMethod
     from sampler.stock import StockWeights
+    from sampler.taps import LayerTap
     from sampler.weights import LiveWeights
 
 
@@ -50,7 +51,8 @@ class Sampler:
     """Writes and scores responses, one weight version at a time.
 
     model_dir: a Hugging Face folder of one of `model_check.ARCHITECTURES` with safetensors; weights version 0.
-    precision_map: the spec of each of its layers; of a stock engine, `sampler.stock.own_map`.
+    precision_map: the spec of each of its layers; of a stock engine, `sampler.stock.own_map`. None: a dense model,
+    which generates and scores, for a diagnosis.
 
     Meant to have a process of its own: vLLM seeds the global generators, patches parts of torch, and the end
     of one engine takes the process groups from any other.
@@ -61,17 +63,23 @@ class Sampler:
     is incomplete.
     """
 
-    def __init__(self, model_dir: str | Path, precision_map: PrecisionMap, config: SamplerConfig) -> None:
+    precision_map: PrecisionMap  # a dense model has none
+
+    def __init__(
+        self, model_dir: str | Path, precision_map: PrecisionMap | None, config: SamplerConfig
+    ) -> None:
         check_model(Path(model_dir), precision_map, config)
         self.config = config
-        self.precision_map = precision_map
+        if precision_map is not None:
+            self.precision_map = precision_map
+        self._strict = precision_map is not None and precision_map.model is not None
         self._frees = torch.cuda.is_available()  # vLLM's CPU build has no sleep
         self._sleeping = False
         with vllm_environment(config):
             from vllm import LLM
             from vllm.platforms import current_platform
 
-            if precision_map.model is not None and not current_platform.is_cpu():
+            if self._strict and not current_platform.is_cpu():
                 raise ValueError(f"a strict spec is computed on CPUs, not on {current_platform.device_type}")
 
             self._llm = LLM(
@@ -98,20 +106,22 @@ class Sampler:
         if config.stock:
             self._hold_stock(Path(model_dir))
         else:
-            self._hold_live()
+            self._hold_live(precision_map)
 
-    def _hold_live(self) -> None:
+    def _hold_live(self, precision_map: PrecisionMap | None) -> None:
         from sampler.quantization import expert_methods
         from sampler.routes import RouteRecorder
         from sampler.strict.sampling import StrictSampler
         from sampler.weights import LiveWeights
 
         self._experts = expert_methods(self._model)
-        self.weights: LiveWeights | StockWeights = LiveWeights(self._model, self.precision_map)
-        [runner] = self._llm.collective_rpc(lambda worker: worker.model_runner)
-        if self.precision_map.model is not None:
-            runner.sampler = StrictSampler(runner, self._model.logits_processor.output)
-        self._recorder = RouteRecorder(runner, self._experts, len(self.precision_map.layers))
+        self.weights: LiveWeights | StockWeights = LiveWeights(self._model, precision_map)
+        [self._runner] = self._llm.collective_rpc(lambda worker: worker.model_runner)
+        if precision_map is None:
+            return
+        if self._strict:
+            self._runner.sampler = StrictSampler(self._runner, self._model.logits_processor.output)
+        self._recorder = RouteRecorder(self._runner, self._experts, len(precision_map.layers))
 
     def _hold_stock(self, model_dir: Path) -> None:
         from sampler.stock import StockExperts, StockWeights
@@ -226,6 +236,43 @@ class Sampler:
     def version(self) -> int:
         return self.weights.version
 
+    @property
+    def experts(self) -> Mapping[int, ExpertMethod]:
+        """Layer number -> what computes its experts."""
+        return self._experts
+
+    def compute_under(
+        self, precision_map: PrecisionMap, masters: Callable[[int], tuple[torch.Tensor, torch.Tensor]]
+    ) -> None:
+        """From here on the experts compute under another map. masters: layer -> its master weights, w13 and w2.
+
+        For a diagnosis, which compares many specs: `weights` no longer names what the experts compute with.
+        """
+        for layer, method in self._experts.items():
+            spec = precision_map.spec_for(layer)
+            if method.spec != spec and not method.hold_as_they_are(spec):
+                method.hold(*masters(layer), spec)
+        self.precision_map = precision_map
+
+    @contextmanager
+    def tapped(self, taps: Mapping[int, LayerTap]) -> Iterator[None]:
+        """Inside, `taps` (by layer) see the experts at work, with the numbers of the sequences in the next call."""
+        from sampler.taps import tapped
+
+        first = self._llm.request_counter.counter
+        with tapped(self._model, self._runner, self._experts, taps, first):
+            yield
+
+    def router_weight(self, layer: int) -> torch.Tensor:
+        """[E, H]"""
+        names = [
+            name
+            for name in self.weights.tensors()
+            if name.startswith(f"model.layers.{layer}.") and name.endswith(".gate.weight")
+        ]
+        [name] = names
+        return self.weights.tensors()[name]
+
     def report(self) -> EngineReport:
         if self.config.stock:
             from vllm import __version__
@@ -258,7 +305,7 @@ class Sampler:
 
     def _seeded(self, seed: int) -> dict[str, Any]:
         """How a request is told its seed: under a strict spec for `sampler.strict.sampling`, not for vLLM."""
-        if self.precision_map.model is None:
+        if not self._strict:
             return {"seed": seed}
         from sampler.strict.sampling import SEED
 
@@ -267,7 +314,7 @@ class Sampler:
     @contextmanager
     def _logits_at(self, temperature: float) -> Iterator[None]:
         processor = self._model.logits_processor
-        if self.precision_map.model is None:
+        if not self._strict:
             name, value = "scale", 1 / temperature
         else:
             name, value = "temperature", temperature
@@ -309,7 +356,7 @@ class Sampler:
         return logp
 
 
-def _expert_settings(config: SamplerConfig, precision_map: PrecisionMap) -> dict[str, Any]:
+def _expert_settings(config: SamplerConfig, precision_map: PrecisionMap | None) -> dict[str, Any]:
     """What makes vLLM compute experts under `precision_map` and keep its weights live; a stock engine does neither."""
     overrides: dict[str, Any] = {"head_dtype": "float32"}  # logits are never rounded to the model's type
     if config.stock:
@@ -319,6 +366,8 @@ def _expert_settings(config: SamplerConfig, precision_map: PrecisionMap) -> dict
     from sampler.quantization import METHOD, quantization_config
 
     register()
+    if precision_map is None:
+        return {"load_format": LOAD_FORMAT, "hf_overrides": overrides}
     overrides["quantization_config"] = quantization_config(precision_map)
     return {"load_format": LOAD_FORMAT, "quantization": METHOD, "hf_overrides": overrides}
 

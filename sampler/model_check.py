@@ -14,13 +14,20 @@ if TYPE_CHECKING:
 
 ARCHITECTURES = ("Qwen3MoeForCausalLM", "MixtralForCausalLM")
 STOCK = "Qwen3MoeForCausalLM"  # what a stock engine was seen to reload rightly
+DENSE = (
+    "LlamaForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+)  # without a precision map, for a diagnosis
 # Of vLLM's CPU attention. It takes other heads, and fails in the first forward pass.
 HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 BLOCK_SIZE = 32  # tokens in a block of the cache: the smallest it takes, as prompts share whole blocks
 
 
-def check_model(model_dir: Path, precision_map: PrecisionMap, config: SamplerConfig) -> None:
-    """Raises ValueError, naming value and rule, when the engine could not run this."""
+def check_model(model_dir: Path, precision_map: PrecisionMap | None, config: SamplerConfig) -> None:
+    """Raises ValueError, naming value and rule, when the engine could not run this. precision_map: None for a dense
+    model.
+    """
     if config.tensor_parallel != 1:
         raise ValueError(
             f"SamplerConfig.tensor_parallel={config.tensor_parallel} must be 1: the engine has one process"
@@ -29,14 +36,15 @@ def check_model(model_dir: Path, precision_map: PrecisionMap, config: SamplerCon
         raise ValueError(f"{model_dir} is not a model folder: it holds no config.json")
     model = json.loads((model_dir / "config.json").read_text())
     architectures = model.get("architectures") or []
-    if not set(architectures) & set(ARCHITECTURES):
-        raise ValueError(f"{model_dir} holds {architectures}, the sampler runs {', '.join(ARCHITECTURES)}")
+    known = DENSE if precision_map is None else ARCHITECTURES
+    if not set(architectures) & set(known):
+        raise ValueError(f"{model_dir} holds {architectures}, the sampler runs {', '.join(known)}")
     if config.stock and (model.get("tie_word_embeddings") or STOCK not in architectures):
         raise ValueError(
             f"SamplerConfig.stock: {model_dir} must be a {STOCK} with an output layer of its own; after the reload of a"
             " Mixtral with a tied one, vLLM's CPU build computes with wrong weights"
         )
-    if (layers := len(precision_map.layers)) != model["num_hidden_layers"]:
+    if precision_map and (layers := len(precision_map.layers)) != model["num_hidden_layers"]:
         raise ValueError(
             f"the precision map has {layers} layers, {model_dir} has {model['num_hidden_layers']}"
         )
@@ -49,7 +57,7 @@ def check_model(model_dir: Path, precision_map: PrecisionMap, config: SamplerCon
             f"SamplerConfig.max_model_len={config.max_model_len} is more than max_position_embeddings="
             f"{model['max_position_embeddings']} of {model_dir}"
         )
-    if config.chunked_prefill and precision_map.model is None:
+    if config.chunked_prefill and (precision_map is None or precision_map.model is None):
         raise ValueError(
             "SamplerConfig.chunked_prefill=True needs a strict spec: on CPUs, vLLM cannot cut the prompt of a"
             " request with a seed of its own"

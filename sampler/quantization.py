@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,6 +23,9 @@ from kernels.routing import sort_slots
 from kernels.spec import ExecutionSpec
 
 METHOD = "minite"
+
+# Input [T, H], experts [T, k], coefficients [T, k] and output [T, H] of a layer's experts -> another output, or None
+Tap = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor | None]
 
 
 def quantization_config(precision_map: PrecisionMap) -> dict[str, Any]:
@@ -69,6 +73,7 @@ class ExpertMethod(FusedMoEMethodBase):
 
     The layer's parameters are the tensors of `weights`, the same storage. guard: to be checked before anything
     that `apply` computed is used. chosen: integer [T, k], the experts of the last `apply`, by descending coefficient.
+    tap: sees every `apply`, and may replace its output; for a diagnosis.
     """
 
     def __init__(self, moe: FusedMoEConfig, spec: ExecutionSpec, index: int) -> None:
@@ -78,6 +83,7 @@ class ExpertMethod(FusedMoEMethodBase):
         self.weights: ExpertWeights | None = None  # once the checkpoint is loaded
         self.calls = 0  # of apply
         self.chosen = torch.empty(0, moe.experts_per_token, dtype=torch.int64)
+        self.tap: Tap | None = None
         self._prepared: Any = None
 
     def create_weights(
@@ -152,9 +158,30 @@ class ExpertMethod(FusedMoEMethodBase):
         self.calls += 1
         ids, coefficients = sort_slots(topk_ids, topk_weights)
         self.chosen = ids
-        kernels = self._kernels()
-        output = kernels.forward(x, ids, coefficients, self.prepared(), self.spec, self.guard)
+        output = self.compute(x, ids, coefficients)
+        replaced = None if self.tap is None else self.tap(x, ids, coefficients, output)
+        return output if replaced is None else replaced
+
+    def compute(self, x: torch.Tensor, ids: torch.Tensor, coefficients: torch.Tensor) -> torch.Tensor:
+        """As `apply`, of slots that are sorted already."""
+        output = self._kernels().forward(x, ids, coefficients, self.prepared(), self.spec, self.guard)
         return output.to(x.dtype)
+
+    def hold(self, w13: torch.Tensor, w2: torch.Tensor, spec: ExecutionSpec) -> None:
+        """Compute from here on under `spec`, with these master weights ([E, 2F, H] and [E, H, F])."""
+        self.weights = backends.choose(spec, w13.device).quantize(w13, w2, spec)
+        self.spec = spec
+        self._prepared = None
+
+    def hold_as_they_are(self, spec: ExecutionSpec) -> bool:
+        """Compute from here on under `spec` with the stored weights, where it stores them alike; else return False."""
+        if (spec.weight, spec.operand) != (self.spec.weight, self.spec.operand):
+            return False
+        assert self.weights is not None, "the checkpoint is not loaded"
+        self.weights = ExpertWeights(self.weights.stored, spec)
+        self.spec = spec
+        self._prepared = None
+        return True
 
     @property
     def backend(self) -> str:

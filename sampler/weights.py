@@ -54,11 +54,15 @@ def _module_views(prefix: str, module: nn.Module) -> Iterator[tuple[str, torch.T
 class LiveWeights:
     """The weights of a model, which a weight sync replaces in place: an `rl.sync.receiver.Holder`.
 
-    version: of what is held; 0 as loaded. closed: why nothing may be generated from it; None: it may.
+    version: of what is held; 0 as loaded. closed: why nothing may be generated from it; None: it may. precision_map: of
+    its experts; a dense model has none.
     """
 
-    def __init__(self, model: nn.Module, precision_map: PrecisionMap) -> None:
-        self.precision_map = precision_map
+    precision_map: PrecisionMap
+
+    def __init__(self, model: nn.Module, precision_map: PrecisionMap | None) -> None:
+        if precision_map is not None:
+            self.precision_map = precision_map
         self.version = 0
         self.closed: str | None = None
         self._methods = expert_methods(model)

@@ -38,6 +38,11 @@ def single_changes(left: ExecutionSpec, right: ExecutionSpec) -> list[Change]:
     return changes
 
 
+def with_fields(left: ExecutionSpec, right: ExecutionSpec, names: frozenset[str]) -> ExecutionSpec | None:
+    """`left` with the fields `names` (of `spec_diff`) from `right`; None where no such spec can be."""
+    return _attempt(left, right, names)[0]
+
+
 def _smallest(field: str, names: list[str], attempt: _Attempt) -> tuple[ExecutionSpec, frozenset[str]]:
     """Breadth first over sets of fields that hold `field`; a set grows by what can lift its refusal."""
     level: dict[frozenset[str], None] = {frozenset({field}): None}

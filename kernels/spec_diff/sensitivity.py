@@ -142,8 +142,8 @@ def activation_operand(
     """Rows [*, K], those of one expert in each group, cast to `dtype` and quantised as the expert's input is."""
     tensors = [group.to(dtype) for group in groups]
     if quantizer is None:
-        return _plain_operand(torch.cat(tensors))
-    return _quantized_operand([quantize_activation(tensor, quantizer) for tensor in tensors], quantizer)
+        return plain_operand(torch.cat(tensors))
+    return quantized_operand([quantize_activation(tensor, quantizer) for tensor in tensors], quantizer)
 
 
 def weight_operand(
@@ -151,8 +151,8 @@ def weight_operand(
 ) -> Operand:
     """[E, N, K] -> E*N rows. halves: N is gate rows, then as many up rows."""
     if quantizer is None:
-        return _plain_operand(weight.to(dtype).flatten(0, 1))
-    return _quantized_operand([quantize_weight(weight.to(dtype), quantizer, halves=halves)], quantizer)
+        return plain_operand(weight.to(dtype).flatten(0, 1))
+    return quantized_operand([quantize_weight(weight.to(dtype), quantizer, halves=halves)], quantizer)
 
 
 def _operands(data: LayerInput, spec: ExecutionSpec, fc1: torch.Tensor) -> dict[str, Operand]:
@@ -172,11 +172,13 @@ def _operands(data: LayerInput, spec: ExecutionSpec, fc1: torch.Tensor) -> dict[
     }
 
 
-def _plain_operand(values: torch.Tensor) -> Operand:
+def plain_operand(values: torch.Tensor) -> Operand:
+    """Rows [R, K] that are not quantised."""
     return Operand(None, [_bytes([values])], None, None, values.float())
 
 
-def _quantized_operand(parts: list[QuantizedTensor], quantizer: QuantizerSpec) -> Operand:
+def quantized_operand(parts: list[QuantizedTensor], quantizer: QuantizerSpec) -> Operand:
+    """The rows of several quantised tensors, one after the other."""
     packed = quantizer.code_layout is CodeLayout.EVEN_LOW
     codes = [_rows(unpack(part.codes) if packed else part.codes) for part in parts]
     stored = [part.codes for part in parts], [stored_scales(part, quantizer) for part in parts]

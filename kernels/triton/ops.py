@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from kernels.catalogue import named_spec
+from kernels.probe import listened_to, show
 from kernels.triton import tuning
 from kernels.triton.backward import Saved, expert_gradients
 from kernels.triton.combine import combine
@@ -206,6 +207,7 @@ def _steps(
 ) -> _Steps:
     packed, quantizer = w13.native, _SPEC.activation
     assert quantizer is not None
+    keep_act = keep_act or listened_to()
     operand = permute_quantize(x, groups, quantizer, packed=packed, decoded=not packed)
     fc1 = x.new_empty((groups.rows, w13.shape[1]), dtype=torch.bfloat16)
     grouped_gemm(operand, w13, groups, out=fc1)
@@ -213,6 +215,7 @@ def _steps(
     fc2 = x.new_empty((groups.rows, w2.shape[1]), dtype=torch.bfloat16)
     grouped_gemm(inner, w2, groups, out=fc2)
     _count_bad(operand, inner, groups, bad)
+    _show(groups, fc1, act, fc2)
     return fc1, act, fc2
 
 
@@ -226,10 +229,22 @@ def _few_steps(
     operand = permute_quantize(x, groups, quantizer, **form, bad_counts=bad[0])
     fc1 = x.new_empty((groups.rows, w13.shape[1]), dtype=torch.bfloat16)
     decode_gemm(operand, w13, groups, out=fc1)
-    inner, _ = swiglu_quantize(fc1, groups, quantizer, **form, keep_act=False, bad_counts=bad[1])
+    inner, act = swiglu_quantize(fc1, groups, quantizer, **form, keep_act=listened_to(), bad_counts=bad[1])
     fc2 = x.new_empty((groups.rows, w2.shape[1]), dtype=torch.bfloat16)
     decode_gemm(inner, w2, groups, out=fc2)
+    _show(groups, fc1, act, fc2)
     return fc1, None, fc2
+
+
+def _show(groups: ExpertGroups, fc1: torch.Tensor, act: torch.Tensor | None, fc2: torch.Tensor) -> None:
+    """The rows in use, to a listener. Waits for the device then."""
+    if not listened_to():
+        return
+    rows = groups.row_of_slot.flatten().long()
+    used = rows[rows >= 0].sort().values
+    for name, tensor in (("fc1", fc1), ("swiglu", act), ("fc2", fc2)):
+        assert tensor is not None
+        show(name, tensor[used])
 
 
 def groups_of(tensors: Sequence[torch.Tensor]) -> ExpertGroups:

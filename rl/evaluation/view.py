@@ -23,11 +23,13 @@ def open_console() -> Console:
 
 
 @contextmanager
-def progress(console: Console, title: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Shows how many of `total` samples there are: a bar on a terminal, elsewhere a line at begin and end."""
+def progress(
+    console: Console, title: str, total: int, what: str = "samples"
+) -> Iterator[Callable[[int], None]]:
+    """Shows how many of `total` (samples, say) there are: a bar on a terminal, elsewhere a line at begin and end."""
     if not console.is_terminal:
         counts = [0]
-        console.print(f"{title}: {total} samples")
+        console.print(f"{title}: {total} {what}")
         yield lambda done: counts.append(done)
         console.print(f"{title}: {counts[-1]} of {total} done")
         return

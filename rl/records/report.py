@@ -49,7 +49,7 @@ def write_report(folder: RunFolder) -> Path:
             "smoothing": SMOOTHING,
             **_specs(described),
             "config": config.strip(),
-            "launches": [_launch(launch) for launch in described.get("launches", [])],
+            "launches": [describe_launch(launch) for launch in described.get("launches", [])],
             "metrics": _metric_rows(known),
         }
     )
@@ -128,7 +128,8 @@ def _specs(described: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _launch(launch: dict[str, Any]) -> dict[str, Any]:
+def describe_launch(launch: dict[str, Any]) -> dict[str, Any]:
+    """Heading, command and rows of a launch in run.json."""
     at = launch["resumed_at"]
     machine, git = launch["machine"], launch["git"]
     source = "not under version control"

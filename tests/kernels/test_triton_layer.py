@@ -11,6 +11,8 @@ from kernels.experts import ExpertWeights
 from kernels.gradient_error import exact_gradients
 from kernels.guard import NonFiniteGuard
 from kernels.layer_input import LayerInput, LayerShape, synthetic_layer
+from kernels.probe import listening
+from kernels.routing import Routing
 from kernels.spec import ExecutionSpec
 from kernels.triton import layer, ops, tuning
 from kernels.triton.gradient_products import product_errors
@@ -19,6 +21,7 @@ from tests.kernels.triton_env import DEVICE, GPU
 SMALL = LayerShape(tokens=9, hidden=128, ffn=128, experts=4, top_k=2)
 LARGE = LayerShape(tokens=1500, hidden=512, ffn=256, experts=8, top_k=4)
 NARROW = LayerShape(tokens=5, hidden=96, ffn=48, experts=3, top_k=1)  # quick in the interpreter; fits no tile
+TINY = LayerShape(tokens=3, hidden=32, ffn=16, experts=2, top_k=2)
 TILED = LayerShape(tokens=5, hidden=128, ffn=128, experts=2, top_k=1)
 SHAPES = [SMALL, NARROW, pytest.param(LARGE, marks=GPU)]
 SPECS = ("minite", "minite_expert")
@@ -56,6 +59,30 @@ def test_forward_is_the_references(shape: LayerShape, name: str) -> None:
     found, expected = case.forward().cpu(), case.reference()
     assert relative(found, expected) < 2e-3
     assert (found == expected).float().mean() > 0.95
+
+
+@pytest.mark.parametrize("shape", [TINY, pytest.param(SMALL, marks=GPU), pytest.param(LARGE, marks=GPU)])
+@pytest.mark.parametrize("few", [True, False], ids=["few rows", "many rows"])
+def test_what_is_shown_on_the_way_is_the_references(
+    shape: LayerShape, few: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FC1, SwiGLU and FC2 in grouped order, without padding."""
+    monkeypatch.setattr(tuning, "few_rows", lambda slots, experts: few)
+    case = Case(shape, named_spec("minite"))
+    shown: dict[str, torch.Tensor] = {}
+    with listening(lambda name, value: shown.update({name: value})):
+        output = case.forward()
+    given = case.on_cpu
+    routing = Routing.group(given.topk_ids, len(given.w13))
+    expected = reference.expert_rows(
+        given.x, routing, reference.prepare(case.weights, case.spec), given.topk_weights
+    )
+    assert shown.keys() == {"fc1", "swiglu", "fc2"}
+    for name, tensor in shown.items():
+        own = getattr(expected, name)
+        assert tensor.shape == own.shape and tensor.dtype == own.dtype
+        assert relative(tensor, own) < 3e-3
+    assert relative(output, case.reference()) < 3e-3
 
 
 @pytest.mark.parametrize("shape", [TILED, pytest.param(LARGE, marks=GPU)])

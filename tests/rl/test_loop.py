@@ -20,7 +20,8 @@ from kernels.routing import NO_ROUTE
 from learner.batch import TrainBatch
 from learner.config import CriticConfig, KLConfig, ObjectiveConfig
 from rl.checkpoint import CheckpointStore
-from rl.config import AdvantageConfig, AlgorithmConfig, EvaluationConfig, ShapingConfig
+from rl.config import AdvantageConfig, AlgorithmConfig, EvaluationConfig, GapLimitConfig, ShapingConfig
+from rl.gap_limit import GapLimitExceeded, GapWatch
 from rl.groups import TooFewGroups
 from rl.job import Job
 from rl.loop import Progress, collect, iterate, run_iterations
@@ -234,6 +235,7 @@ def test_a_run_with_nothing_left_to_learn_ends_with_an_evaluation_and_may_be_res
     job.answer_benchmarks = lambda: {}
     job.record = partial(Job.record, job)
     job.save = lambda step, state, ahead=None: job.checkpoints.save(step, lambda folder: None, state)
+    job.watch = lambda step, metrics, save: None
     progress = Progress()
     with RunLogger(folder) as job.logger, patch("rl.loop.evaluate", lambda job: {"held_out/reward": 1.0}):
         run_iterations(job, Serial(partial(collect, job)), progress)
@@ -245,6 +247,32 @@ def test_a_run_with_nothing_left_to_learn_ends_with_an_evaluation_and_may_be_res
         state = job.checkpoints.latest_complete().state
         with RunLogger(folder, resumed_at=1) as job.logger, patch("rl.loop.evaluate", pytest.fail):
             run_iterations(job, Serial(partial(collect, job)), Progress(**state))
+
+
+def test_a_gap_beyond_its_bounds_ends_the_run_with_a_checkpoint_and_again_when_it_is_resumed(tmp_path: Path):
+    """The fake learner is 0.1 nats from the sampler, always."""
+    limit = GapLimitConfig(p99=0.05, times=2, within=3, action="halt")
+    job = job_of([MIXED] * 20, gap_limit=limit, max_staleness=9)
+    folder = RunFolder.create(tmp_path, "gap", "")
+    job.config.run = SimpleNamespace(iterations=5, checkpoint_every=5)
+    job.config.evaluation = EvaluationConfig(every=10)
+    job.view = RunView("gap", 5, Console(quiet=True))
+    job.checkpoints = CheckpointStore(folder.checkpoints, 2)
+    job.answer_benchmarks = lambda: {}
+    job.record, job.watch = partial(Job.record, job), partial(Job.watch, job)
+    job.save = lambda step, state, ahead=None: job.checkpoints.save(step, lambda folder: None, state)
+    progress = Progress()
+    for ends_at in (2, 3):
+        job.gap_watch = GapWatch(limit, read_history(folder.metrics))
+        resumed = None if ends_at == 2 else progress.iteration
+        with (
+            RunLogger(folder, resumed_at=resumed) as job.logger,
+            patch("rl.loop.evaluate", lambda job: {}),
+            pytest.raises(GapLimitExceeded, match=f"iteration {ends_at}: gap/p99=0.1 is above 0.05"),
+        ):
+            run_iterations(job, Serial(partial(collect, job)), progress)
+        assert job.checkpoints.steps()[-1] == ends_at
+        progress = Progress(**job.checkpoints.latest_complete().state)
 
 
 @pytest.mark.parametrize(("replay", "asked"), [("off", False), ("off", True), ("r2", True), ("r3", False)])

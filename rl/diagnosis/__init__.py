@@ -1,0 +1,1 @@
+"""Where two engines disagree, and by how much."""
