@@ -27,6 +27,11 @@ if TYPE_CHECKING:
     from sampler.weights import LiveWeights
 
 
+# The size of the cache is given in bytes. This is the share of the memory that vLLM wants to find free at its start,
+# where a learner may be on the same GPU.
+_ON_A_GPU = {"gpu_memory_utilization": 0.01}
+
+
 @dataclass(frozen=True)
 class Completion:
     """One response.
@@ -65,11 +70,17 @@ class Sampler:
         check_model(Path(model_dir), precision_map, config)
         self.config = config
         self.precision_map = precision_map
-        self._frees = torch.cuda.is_available()  # vLLM's CPU build has no sleep
+        self._frees = config.device == "cuda"  # vLLM's CPU build has no sleep
         self._sleeping = False
         with vllm_environment(config):
             from vllm import LLM
+            from vllm.platforms import current_platform
 
+            if current_platform.device_type != config.device:
+                found = current_platform.device_type or "no device that it finds here"
+                raise ValueError(
+                    f"SamplerConfig.device={config.device}, the vLLM that is installed runs on {found}"
+                )
             self._llm = LLM(
                 model=str(model_dir),
                 skip_tokenizer_init=True,
@@ -86,6 +97,7 @@ class Sampler:
                 enable_sleep_mode=config.sleep != "off" and self._frees,
                 logprobs_mode="processed_logprobs",
                 seed=config.seed,
+                **(_ON_A_GPU if config.device == "cuda" else {}),
                 **_expert_settings(config, precision_map),
             )
         [self._model] = self._llm.apply_model(lambda model: model)
@@ -203,8 +215,11 @@ class Sampler:
         On a CPU nothing is freed. In which order this and the next two may be called: `rl.sync.rest`.
         """
         self._sleeping = True
+        for method in self._experts.values():
+            method.weights_changed()  # what is derived from them goes too, and is made anew
         if self._frees:
             self._llm.sleep(level=1 if keep else 2)
+            torch.cuda.empty_cache()
 
     def wake_weights(self) -> None:
         """Their memory is there again, at the same addresses; what it holds, after `sleep(keep=False)`, is not said."""

@@ -49,7 +49,7 @@ def check_model(model_dir: Path, precision_map: PrecisionMap, config: SamplerCon
             f"SamplerConfig.max_model_len={config.max_model_len} is more than max_position_embeddings="
             f"{model['max_position_embeddings']} of {model_dir}"
         )
-    if _head_dim(model) not in HEAD_DIMS:
+    if config.device == "cpu" and _head_dim(model) not in HEAD_DIMS:
         raise ValueError(
             f"{model_dir} has attention heads of {_head_dim(model)} elements, vLLM's CPU attention takes"
             f" {', '.join(map(str, HEAD_DIMS))}"
