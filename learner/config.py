@@ -33,6 +33,7 @@ class LearnerConfig:
     warmup_steps: int = 0  # steps over which the learning rate rises linearly to `lr`
     micro_batch_tokens: int = 8192  # in one micro-batch, padding counted, which attention alone sees
     logits_bytes: int = 256 * 1024 * 1024  # bound on one chunk of FP32 logits
+    offload: bool = False  # while samplers are at work, weights and optimiser wait in the host's memory
     data_parallel: int = 1  # replicas that share out each mini-batch; see `learner.layout` for these four
     tensor_parallel: int = 1  # processes among which attention and embeddings of a layer are cut
     expert_parallel: int = (

@@ -119,6 +119,7 @@ class Experts(MegatronModule):
         first = self.group.rank() * num_local_experts
         self.guard = NonFiniteGuard(layer, num_local_experts, first)
         self.calls = 0  # of forward
+        self._computed_by: str | None = None
         self._snapshot: tuple[tuple[int, ...], ExpertWeights, Any] | None = None
 
     def forward(
@@ -179,6 +180,10 @@ class Experts(MegatronModule):
         dtype = TORCH_TYPE[spec.operand]
         return {"w13.weight": self.weight1.detach().to(dtype), "w2.weight": self.weight2.detach().to(dtype)}
 
+    def forget_quantized(self) -> None:
+        """Drop the quantised form and what the back end made of it, until they are needed again."""
+        self._snapshot = None
+
     def _seed(self) -> int | None:
         gradient = self.execution_spec.gradient
         if gradient is None or gradient.rounding is not Rounding.STOCHASTIC or not torch.is_grad_enabled():
@@ -187,8 +192,8 @@ class Experts(MegatronModule):
 
     @property
     def backend(self) -> str:
-        """The name of what computes `forward`."""
-        return self._kernels(self.computed_spec).name
+        """The name of what computes `forward`, also while the weights are elsewhere."""
+        return self._computed_by or self._kernels(self.computed_spec).name
 
     def _kernels(self, spec: ExecutionSpec) -> backends.ExpertKernels:
         return backends.choose(spec, self.weight1.device)
@@ -201,6 +206,8 @@ class Experts(MegatronModule):
         if self._snapshot is None or self._snapshot[0] != version:
             kernels = self._kernels(self.execution_spec)
             weights = kernels.quantize(*masters, self.execution_spec)
-            prepared = self._kernels(self.computed_spec).prepare(weights, self.computed_spec)
+            computing = self._kernels(self.computed_spec)
+            self._computed_by = computing.name
+            prepared = computing.prepare(weights, self.computed_spec)
             self._snapshot = (version, weights, prepared)
         return self._snapshot[1:]

@@ -59,6 +59,9 @@ class Actor:
     def memory_mib(self) -> float:
         return peak_memory_mib()
 
+    def gpu_mib(self) -> float:
+        return peak_gpu_mib()
+
 
 class RankActor(Actor):
     """One of the processes that share a model, which torchrun's environment variables tell of each other."""
@@ -215,6 +218,18 @@ class LearnerActor(RankActor):
     def save_hf(self, folder: Path) -> None:
         self.policy.save_hf(folder)
 
+    @collective
+    def offload(self) -> int:
+        from learner.offload import offload
+
+        return offload(self.policy)
+
+    @collective
+    def onload(self) -> None:
+        from learner.offload import onload
+
+        onload(self.policy)
+
 
 class CriticActor(RankActor):
     """`learner.critic.Critic` behind Ray."""
@@ -247,6 +262,18 @@ class CriticActor(RankActor):
     @collective
     def restore(self, folder: Path) -> None:
         self.critic.restore(folder)
+
+    @collective
+    def offload(self) -> int:
+        from learner.offload import offload
+
+        return offload(self.critic)
+
+    @collective
+    def onload(self) -> None:
+        from learner.offload import onload
+
+        onload(self.critic)
 
 
 class SamplerActor(Actor):
@@ -352,3 +379,14 @@ def peak_memory_mib() -> float:
     import resource
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def peak_gpu_mib() -> float:
+    """Most GPU memory that tensors of this process took at once since the last call, in MiB; 0 without a GPU."""
+    import torch
+
+    if not torch.cuda.is_initialized():
+        return 0.0
+    peak = torch.cuda.max_memory_allocated() / 2**20
+    torch.cuda.reset_peak_memory_stats()
+    return peak

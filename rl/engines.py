@@ -52,7 +52,7 @@ class Engines:
         ]
 
     def memory(self) -> dict[str, float]:
-        """Peak resident memory of every process, the driver's too, in MiB, by the names of `rl.metrics`."""
+        """Peak memory of every process, the driver's too, in MiB, by the names of `rl.metrics`."""
         named: dict[str, Remote | Group | Fleet | None] = {
             "learner": self.learner,
             "weight_sync": self.weight_sync,
@@ -63,7 +63,12 @@ class Engines:
             f"memory/{name}": engine.memory_mib() for name, engine in named.items() if engine is not None
         }
         samplers = max(wait([sampler.later.memory_mib() for sampler in self.samplers]))
-        return memory | {"memory/driver": peak_memory_mib(), "memory/sampler": samplers}
+        memory |= {"memory/driver": peak_memory_mib(), "memory/sampler": samplers}
+        gpu = {
+            "memory/learner_gpu": self.learner.gpu_mib(),
+            "memory/sampler_gpu": max(wait([sampler.later.gpu_mib() for sampler in self.samplers])),
+        }
+        return memory | {name: peak for name, peak in gpu.items() if peak}
 
     def work(self, sequences: Sequences) -> dict[str, float]:
         """What the scoring pass over `sequences`, which was the last, had to do, and how it spread over the experts."""
@@ -98,13 +103,15 @@ def start_engines(plan: Plan, folder: RunFolder, view: RunView) -> Engines:
     )
     start = partial(_start_sampler, plan, model, folder)
     sleeps = config.sampler.sleep != "off"
-    fleet = Fleet(samplers, weight_sync, start, config.sync.restarts, sleeps)
     reference = critic = None
     if config.algorithm.needs_reference:
         reference = _start_learner(plan, model, plan.learner_map, folder, "reference")
     if config.algorithm.objective.critic is not None:
         critic = _start_critic(plan, model, folder)
     wait_until_ready([engine for engine in (reference, critic) if engine is not None])
+    trained = [engine for engine in (learner, reference, critic) if engine is not None]
+    leaving = trained if config.learner.offload else []
+    fleet = Fleet(samplers, weight_sync, start, config.sync.restarts, sleeps, leaving)
     return Engines(learner, fleet, _hardware(plan, learner, samplers[0]), reference, critic)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from kernels.report import EngineReport
 from rl.cluster import ActorDied, Remote, wait
+from rl.group import Group
 
 log = logging.getLogger(__name__)
 
@@ -16,7 +17,8 @@ class Fleet:
     """samplers: one weight version in all of them, whenever anybody asks them for something.
 
     weight_sync: the actor. start: makes the sampler of a number (and returns before it is ready). restarts: how many
-    deaths a run may see. sleeps: whether `rest` does anything.
+    deaths a run may see. sleeps: whether samplers sleep while they rest. leaving: learners that give their GPU memory
+    to the samplers while these are at work.
     """
 
     def __init__(
@@ -26,26 +28,36 @@ class Fleet:
         start: Callable[[int], Remote],
         restarts: int,
         sleeps: bool = False,
+        leaving: Sequence[Remote | Group] = (),
     ) -> None:
         self.samplers = samplers
         self._weight_sync, self._start = weight_sync, start
         self._restarts_left = self._restarts = restarts
         self._sleeps, self._asleep = sleeps, False
+        self._leaving, self._left = leaving, False
 
     def rest(self) -> None:
         """Until the next sync nobody asks the samplers for anything: they may give their memory to the learner."""
         if self._sleeps and not self._asleep:
             self._asleep = True
             self._each("sleep")
+        if self._left:
+            for learner in self._leaving:
+                learner.onload()
+            self._left = False
 
     def sync(self, version: int) -> dict[str, Any]:
         """Bring every sampler to the learner's weights, as `version`; the metrics. See `rl.sync.weight_sync`.
 
-        Samplers that rest are woken, the weights before the sync, the cache when it is over.
+        Samplers that rest are woken, the weights before the sync, the cache when it is over and learners have left.
         """
         if self._asleep:
             self._each("wake_weights")
         metrics: dict[str, Any] = self._weight_sync.sync(version)
+        if self._leaving:
+            left = [learner.offload() for learner in self._leaving]
+            self._left = True
+            metrics["memory/gpu_offloaded"] = max(left) / 2**20
         if self._asleep:
             self._asleep = False
             self._each("wake_cache", without=self._weight_sync.lost())

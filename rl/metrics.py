@@ -266,6 +266,9 @@ _TABLE: dict[str, list[tuple[str, Reducer, str, str]]] = {
         ("memory/weight_sync", MAX, "MiB", "peak resident memory of the weight sync"),
         ("memory/reference", MAX, "MiB", "peak resident memory of the reference policy"),
         ("memory/critic", MAX, "MiB", "peak resident memory of the critic"),
+        ("memory/learner_gpu", MAX, "MiB", "peak GPU memory of the learner's tensors"),
+        ("memory/sampler_gpu", MAX, "MiB", "peak GPU memory of a sampler's tensors, without what can sleep"),
+        ("memory/gpu_offloaded", MAX, "MiB", "GPU memory that a learner still holds when it has left"),
     ],
 }
 # Of each benchmark under each spec: benchmark/NAME/SPEC/QUANTITY. The score is the metric that stands for the

@@ -105,6 +105,11 @@ def model_problems(config: Config, model: Architecture) -> Iterator[str]:
             f"sampler.sleep={config.sampler.sleep}: the samplers are at work while the learner is, with"
             f" algorithm.pipeline={config.algorithm.pipeline}"
         )
+    if config.learner.offload and config.algorithm.pipeline != "serial":
+        yield (
+            f"learner.offload=true: the learner is at work while the samplers are, with"
+            f" algorithm.pipeline={config.algorithm.pipeline}"
+        )
     yield from _strict_problems(config)
     if config.learner.dtype != config.sampler.dtype and not config.spec.allow_difference:
         yield (

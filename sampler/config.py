@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from kernels.checks import checker
 
 DTYPES = ("float32", "bfloat16")
+DEVICES = ("cpu", "cuda")
 SLEEPS = ("off", "keep", "discard")
 
 
@@ -18,6 +19,9 @@ class SamplerConfig:
     Raises ValueError naming field, value and rule.
     """
 
+    device: str = (
+        "cpu"  # cpu or cuda, for which the installed vLLM must be built; cuda is the first GPU it sees
+    )
     dtype: str = "float32"  # of weights and activations outside the experts
     tensor_parallel: int = 1  # ranks of one engine
     max_model_len: int = 1024  # tokens of prompt and response together
@@ -35,6 +39,7 @@ class SamplerConfig:
 
     def __post_init__(self) -> None:
         check = checker(self)
+        check("device", lambda v: v in DEVICES, f"must be one of {', '.join(DEVICES)}")
         check("dtype", lambda v: v in DTYPES, f"must be one of {', '.join(DTYPES)}")
         check("tensor_parallel", lambda v: v >= 1, "must be at least 1")
         check("max_model_len", lambda v: v >= 2, "must be at least 2: one token of prompt, one of response")

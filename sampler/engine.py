@@ -28,6 +28,11 @@ if TYPE_CHECKING:
     from sampler.weights import LiveWeights
 
 
+# The size of the cache is given in bytes. This is the share of the memory that vLLM wants to find free at its start,
+# where a learner may be on the same GPU.
+_ON_A_GPU = {"gpu_memory_utilization": 0.01}
+
+
 @dataclass(frozen=True)
 class Completion:
     """One response.
@@ -73,7 +78,7 @@ class Sampler:
         if precision_map is not None:
             self.precision_map = precision_map
         self._strict = precision_map is not None and precision_map.model is not None
-        self._frees = torch.cuda.is_available()  # vLLM's CPU build has no sleep
+        self._frees = config.device == "cuda"  # vLLM's CPU build has no sleep
         self._sleeping = False
         with vllm_environment(config):
             from vllm import LLM
@@ -81,7 +86,11 @@ class Sampler:
 
             if self._strict and not current_platform.is_cpu():
                 raise ValueError(f"a strict spec is computed on CPUs, not on {current_platform.device_type}")
-
+            if current_platform.device_type != config.device:
+                found = current_platform.device_type or "no device that it finds here"
+                raise ValueError(
+                    f"SamplerConfig.device={config.device}, the vLLM that is installed runs on {found}"
+                )
             self._llm = LLM(
                 model=str(model_dir),
                 skip_tokenizer_init=True,
@@ -98,6 +107,7 @@ class Sampler:
                 enable_sleep_mode=config.sleep != "off" and self._frees,
                 logprobs_mode="processed_logprobs",
                 seed=config.seed,
+                **(_ON_A_GPU if config.device == "cuda" else {}),
                 **_expert_settings(config, precision_map),
             )
         [self._model] = self._llm.apply_model(lambda model: model)
@@ -218,8 +228,11 @@ class Sampler:
         On a CPU nothing is freed. In which order this and the next two may be called: `rl.sync.rest`.
         """
         self._sleeping = True
+        for method in self._experts.values():
+            method.weights_changed()  # what is derived from them goes too, and is made anew
         if self._frees:
             self._llm.sleep(level=1 if keep else 2)
+            torch.cuda.empty_cache()
 
     def wake_weights(self) -> None:
         """Their memory is there again, at the same addresses; what it holds, after `sleep(keep=False)`, is not said."""

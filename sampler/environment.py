@@ -18,6 +18,9 @@ _VARIABLES = {
     "DO_NOT_TRACK": "1",
     "VLLM_HOST_IP": "127.0.0.1",
     "GLOO_SOCKET_IFNAME": "lo",
+    "NCCL_SOCKET_IFNAME": "lo",
+    # FlashInfer's sampler is compiled at its first use, and draws other tokens for the same seeds.
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
     # One small function behind log-probabilities is compiled on first use: seconds, and a C++ compiler.
     "TORCHDYNAMO_DISABLE": "1",
 }

@@ -7,14 +7,14 @@ update in place. The methods here compute on the live weights instead.
 from __future__ import annotations
 
 from dataclasses import replace
+from types import MethodType
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from vllm.config import ModelConfig
 from vllm.config.load import LoadConfig
-from vllm.model_executor.layers.fused_moe import GateLinear
-from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+from vllm.model_executor.layers.linear import LinearBase, ReplicatedLinear, UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import (
     UnquantizedEmbeddingMethod,
     VocabParallelEmbedding,
@@ -46,8 +46,11 @@ class LiveWeightsLoader(DefaultModelLoader):
 
 def keep_weights_live(model: nn.Module) -> None:
     """Before vLLM repacks anything: give every layer outside the experts a method that does not."""
-    for module in model.modules():
-        if isinstance(module, GateLinear):
+    for name, module in model.named_modules():
+        if isinstance(module, ReplicatedLinear) and name.endswith(".gate"):
+            # vLLM 0.26 routes by a plain layer, later ones by one that on GPUs passes its method by: for products
+            # that take BF16 weights, with sums of their own.
+            module.forward = MethodType(ReplicatedLinear.forward, module)
             module.quant_method = RouterMethod()
         elif isinstance(module, LinearBase):
             module.quant_method = LiveLinearMethod()

@@ -62,7 +62,7 @@ def check_model(model_dir: Path, precision_map: PrecisionMap | None, config: Sam
             "SamplerConfig.chunked_prefill=True needs a strict spec: on CPUs, vLLM cannot cut the prompt of a"
             " request with a seed of its own"
         )
-    if _head_dim(model) not in HEAD_DIMS:
+    if config.device == "cpu" and _head_dim(model) not in HEAD_DIMS:
         raise ValueError(
             f"{model_dir} has attention heads of {_head_dim(model)} elements, vLLM's CPU attention takes"
             f" {', '.join(map(str, HEAD_DIMS))}"

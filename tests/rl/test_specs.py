@@ -92,6 +92,7 @@ def test_expert_layers_that_never_ran_are_an_error():
             "a stock engine takes no specification",
         ),
         (["sampler.sleep=discard", "algorithm.pipeline=one_step_off"], {}, "sampler.sleep=discard"),
+        (["learner.offload=true", "algorithm.pipeline=one_step_off"], {}, "learner.offload=true"),
     ],
 )
 def test_a_model_that_does_not_fit_is_refused_by_name(

@@ -53,6 +53,19 @@ def test_the_smallest_cache_is_enough(start_sampler: StartSampler, model_folder:
     assert start_sampler(folder, MAP, kv_cache_gib=config.kv_cache_gib).score([[1] * 96], [95])
 
 
+def test_on_a_gpu_heads_of_other_sizes_are_not_refused(model_folder: MakeModel, tmp_path: Path) -> None:
+    sound = json.loads((model_folder("mixtral") / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(sound | {"head_dim": 16}))
+    check_model(tmp_path, MAP, tiny_config(device="cuda"))
+
+
+def test_an_engine_for_another_device_than_the_installed_is_refused(model_folder: MakeModel) -> None:
+    with pytest.raises(
+        ValueError, match=r"SamplerConfig.device=cuda, the vLLM that is installed runs on cpu"
+    ):
+        Sampler(model_folder("mixtral"), MAP, tiny_config(device="cuda"))
+
+
 def test_head_sizes_are_those_of_the_attention() -> None:
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
