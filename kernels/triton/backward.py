@@ -17,7 +17,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels.triton.codec import COMPILED
 from kernels.triton.grouped_gemm import as_stored, to_bf16
-from kernels.triton.grouping import ExpertGroups
+from kernels.triton.grouping import ALIGN, ExpertGroups
 
 _grouped_mm: Callable[..., torch.Tensor] = (
     getattr(torch.nn.functional, "grouped_mm", None) or torch._grouped_mm
@@ -69,7 +69,7 @@ def spread(
     tokens, width = d_output.shape
     d_rows = torch.empty(groups.rows, width, dtype=torch.bfloat16, device=d_output.device)
     x_rows = torch.empty_like(d_rows)
-    d_topk_weights = torch.empty_like(topk_weights)
+    d_topk_weights = topk_weights.new_empty(topk_weights.shape)
     if not tokens:
         return d_rows, x_rows, d_topk_weights
     padded = triton.next_power_of_2(width)
@@ -116,6 +116,7 @@ def swiglu_backward(fc1: torch.Tensor, d_act: torch.Tensor, groups: ExpertGroups
             EXPERTS=groups.counts.shape[0],
             F=width,
             BLOCK=block,
+            ROWS=_ROWS,
         )
     return d_fc1
 
@@ -128,7 +129,11 @@ def input_gradient(d_y: torch.Tensor, weight: torch.Tensor, groups: ExpertGroups
 def weight_gradient(
     d_y: torch.Tensor, x: torch.Tensor, groups: ExpertGroups, dtype: torch.dtype
 ) -> torch.Tensor:
-    """bfloat16 [R, N], [R, K], zero in padding -> for each expert d_y^T x over its rows, [E, N, K] of `dtype`."""
+    """bfloat16 [R, N], [R, K], zero in padding -> for each expert d_y^T x over its rows, [E, N, K] of `dtype`. Raises
+    ValueError for groups that are not aligned to 128 rows.
+    """
+    if groups.align != ALIGN:
+        raise ValueError(f"gradients need groups aligned to {ALIGN} rows, got {groups.align}")
     experts = groups.counts.shape[0]
     if dtype is torch.bfloat16:
         gradient = _grouped_mm(d_y.t(), x, offs=groups.starts[1:])
@@ -236,12 +241,20 @@ def _clear_padding(
 
 @triton.jit
 def _swiglu_backward(
-    fc1, d_act, d_fc1, starts, rows, EXPERTS: tl.constexpr, F: tl.constexpr, BLOCK: tl.constexpr
+    fc1,
+    d_act,
+    d_fc1,
+    starts,
+    rows,
+    EXPERTS: tl.constexpr,
+    F: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
 ):
-    first = tl.program_id(0) * 16
+    first = tl.program_id(0) * ROWS
     if first < tl.load(starts + EXPERTS):
         column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-        for i in range(16):
+        for i in range(ROWS):
             row = (first + i).to(tl.int64)
             mask = (column < F) & (row < rows)
             gate = tl.load(fc1 + row * (2 * F) + column, mask=mask, other=0.0).to(tl.float32)

@@ -24,6 +24,7 @@ from kernels.triton.grouping import ALIGN, ExpertGroups, capacity, group
 from kernels.triton.matrix import ExpertMatrix
 from kernels.triton.operand import GroupedOperand
 from kernels.triton.quantize import permute_quantize
+from kernels.triton.support import plain
 from kernels.triton.swiglu import swiglu_quantize
 
 _ALIGN_FEW = 16  # rows: what the tensor core takes at least
@@ -74,7 +75,7 @@ def experts_for_gradient(
     bad = no_bad_rows(matrices[0])
     output, *rest = run_experts_for_gradient(x, topk_ids, topk_weights, *matrices, bad)
     if rest[0] is x:  # an operator's result must not be its argument
-        rest[0] = x.clone()
+        rest[0] = x.clone(memory_format=torch.contiguous_format)
     return [output, *rest, bad]
 
 
@@ -99,7 +100,7 @@ def _(
 
     groups = [ints(*topk_ids.shape), ints(rows), ints(experts_ + 1), ints(experts_), ints(rows // ALIGN)]
     saved = [floats(*x.shape), floats(rows, two_ffn), floats(rows, two_ffn // 2), floats(rows, hidden)]
-    return [torch.empty_like(x), *saved, *groups, x.new_empty((2, experts_), dtype=torch.int64)]
+    return [x.new_empty(x.shape), *saved, *groups, x.new_empty((2, experts_), dtype=torch.int64)]
 
 
 @torch.library.custom_op("minite::experts_backward", mutates_args=())
@@ -125,12 +126,8 @@ def _(
     saved: Sequence[torch.Tensor],
     groups: Sequence[torch.Tensor],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    return (
-        torch.empty_like(d_output),
-        torch.empty_like(topk_weights),
-        torch.empty_like(master13),
-        torch.empty_like(master2),
-    )
+    d_x, d_p, d_13, d_2 = (own.new_empty(own.shape) for own in (d_output, topk_weights, master13, master2))
+    return d_x, d_p, d_13, d_2
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
@@ -170,6 +167,7 @@ def run_experts(
     of FC1's and FC2's inputs that are not finite are added.
     """
     few = w13.decodes and w2.decodes and tuning.few_rows(topk_ids.numel(), w13.shape[0])
+    x = plain(x)  # a copy must be older than the groups: see `permute_quantize`
     groups = group(topk_ids, w13.shape[0], _ALIGN_FEW if few else ALIGN)
     steps = _few_steps if few else _steps
     return combine(steps(x, groups, w13, w2, bad)[2], groups, topk_weights, _SPEC)
@@ -184,7 +182,7 @@ def run_experts_for_gradient(
     bad: torch.Tensor,
 ) -> list[torch.Tensor]:
     """What the operator `experts_for_gradient` does, but for the counts; x itself is among the results if BF16."""
-    operand = x.to(torch.bfloat16)
+    operand = plain(x.to(torch.bfloat16))
     groups = group(topk_ids, w13.shape[0], ALIGN)
     fc1, act, fc2 = _steps(operand, groups, w13, w2, bad, keep_act=True)
     assert act is not None

@@ -28,7 +28,7 @@ from kernels.triton.block import (
 from kernels.triton.codec import wait_for_kernel_before
 from kernels.triton.grouping import ExpertGroups
 from kernels.triton.operand import BLOCK, GroupedOperand, count_bad, empty_operand, finish_tiles
-from kernels.triton.support import check_quantizer, check_rows, words
+from kernels.triton.support import check_bad_counts, check_quantizer, check_rows, is_plain, words
 
 _ROW_DOMAINS = (ScaleDomain.TOKEN, ScaleDomain.ROW)
 
@@ -155,9 +155,14 @@ def permute_quantize(
     """
     check_quantizer(spec, _ROW_DOMAINS)
     check_rows(x, "activation")
+    check_bad_counts(bad_counts, groups.counts.shape[0], x.device)
     if packed and bad_counts is not None:
         raise ValueError(
             "block scales in the tensor cores' order take a second launch: packed is not for few rows"
+        )
+    if bad_counts is not None and not is_plain(x):
+        raise ValueError(
+            "with bad_counts x must be contiguous and aligned to 16 bytes: a copy would be too young"
         )
     tokens, top_k = groups.row_of_slot.shape
     if len(x) != tokens:

@@ -57,12 +57,30 @@ def check_rows(x: torch.Tensor, what: str, multiple: int = 16) -> None:
         )
 
 
+def is_plain(x: torch.Tensor) -> bool:
+    """Whether kernels can read `x` where it is: contiguous, and aligned to 16 bytes."""
+    return x.is_contiguous() and x.data_ptr() % 16 == 0
+
+
+def plain(x: torch.Tensor) -> torch.Tensor:
+    """x itself where `is_plain`, else a copy that is."""
+    return x if is_plain(x) else x.clone(memory_format=torch.contiguous_format)
+
+
 def words(x: torch.Tensor) -> torch.Tensor:
-    """bfloat16 or float32 [..., K] -> the same memory as int32, contiguous and aligned to 16 bytes."""
-    x = x.detach().contiguous()
-    if x.data_ptr() % 16:
-        x = x.clone()
-    return x.view(torch.int32)
+    """bfloat16 or float32 [..., K] -> the same memory as int32, or that of a copy: see `plain`."""
+    return plain(x.detach()).view(torch.int32)
+
+
+def check_bad_counts(bad_counts: torch.Tensor | None, num_experts: int, device: torch.device) -> None:
+    """Raises ValueError for counts that kernels cannot add to."""
+    if bad_counts is None:
+        return
+    if tuple(bad_counts.shape) != (num_experts,) or bad_counts.dtype is not torch.int64:
+        found = f"{bad_counts.dtype} {tuple(bad_counts.shape)}"
+        raise ValueError(f"bad_counts must be int64 [{num_experts}], got {found}")
+    if bad_counts.device != device or not bad_counts.is_contiguous():
+        raise ValueError(f"bad_counts must be contiguous and on {device}, got one on {bad_counts.device}")
 
 
 def _difference(found: Described, computed: Described, left_out: Collection[str] = ()) -> str | None:

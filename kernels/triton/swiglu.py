@@ -35,7 +35,7 @@ from kernels.triton.codec import (
 from kernels.triton.grouping import ExpertGroups
 from kernels.triton.operand import BLOCK, GroupedOperand, count_bad, empty_operand, finish_tiles
 from kernels.triton.quantize import tile, tile_of_few
-from kernels.triton.support import check_quantizer, words
+from kernels.triton.support import check_bad_counts, check_quantizer, words
 
 _MINUS_LOG2_E = tl.constexpr(-1.4426950408889634)
 _LESS = tl.constexpr(1 - 2**-17)  # more than the relative error of silu where that is above 2^-119
@@ -85,7 +85,8 @@ def swiglu_quantize(
     Rows of padding are not read; rows from starts[E] on are neither read nor written. bad_counts: int64 [E], to which
     the number of each expert's rows that are not finite is added; padding is then not written either. The first call
     on a device makes a table there, and cannot be part of a CUDA graph. Raises ValueError for specs other than
-    `minite`'s, for another shape or type, and when no form is asked for.
+    `minite`'s, for another shape or type, when no form is asked for, and for bad_counts beside packed codes or
+    `keep_act`.
     """
     check_quantizer(spec, (ScaleDomain.TOKEN,))
     if fc1.dim() != 2 or fc1.dtype is not torch.bfloat16 or fc1.shape[1] == 0 or fc1.shape[1] % (2 * BLOCK):
@@ -94,6 +95,11 @@ def swiglu_quantize(
         )
     if len(fc1) != groups.rows:
         raise ValueError(f"groups have {groups.rows} rows, fc1 is {tuple(fc1.shape)}")
+    check_bad_counts(bad_counts, groups.counts.shape[0], fc1.device)
+    if bad_counts is not None and (packed or keep_act):
+        raise ValueError(
+            "with bad_counts padding is not written: neither packed codes nor act can be asked for"
+        )
     rows, width = fc1.shape[0], fc1.shape[1] // 2
     blocks, device = width // BLOCK, fc1.device
     result = empty_operand(groups, width, packed=packed, decoded=decoded)

@@ -41,7 +41,7 @@ class DecodeTile:
 _NARROW, _WIDE = GroupedTile(128, 128, 64, 3, 4, 2, 2), GroupedTile(128, 256, 64, 3, 8, 1)
 _SHORT, _MANY = 1024, 200_000  # elements along K; rows
 EMULATED = (_NARROW, _WIDE, GroupedTile(128, 256, 64, 4, 8, 2))
-NATIVE = (GroupedTile(128, 128, 256, 3, 4, 1), GroupedTile(128, 256, 256, 3, 4, 1))
+NATIVE = (GroupedTile(128, 128, 256, 3, 4, 1), GroupedTile(128, 128, 256, 2, 4, 1))
 INTERPRETED = GroupedTile(128, 128, 128, 1, 4, 1)
 
 Key = tuple[str, bool, int, int, int]

@@ -52,7 +52,7 @@ class WeightSync:
 
     def report(self) -> EngineReport:
         layers = len(self.precision_map.layers)
-        return EngineReport("weight_sync", self.precision_map, "reference", layers, 0)
+        return EngineReport("weight_sync", self.precision_map, self.learner.report().backend, layers, 0)
 
     def sync(self, version: int) -> dict[str, Any]:
         """Send the learner's weights as `version`; the metrics of the section `sync`, and times.
@@ -105,9 +105,19 @@ class WeightSync:
         arguments = (session, version, self.config.codec, self.config.bucket_mib * 2**20)
         said = self.learner.open_sync(*arguments, base if at_base else None)
         metrics = self._run(said, first)
-        if behind:
-            self._send_kept(behind)
+        self._bring_up(behind)
         return metrics
+
+    def _bring_up(self, behind: list[int]) -> None:
+        """Bring these to the version that the others hold. Whoever dies meanwhile is left out; the others have it."""
+        while behind:
+            try:
+                self._link()
+                self._send_kept(behind)
+                return
+            except SamplerLost as lost:
+                self._forget(lost)
+                behind = [index for index in behind if index in self._samplers]
 
     def _send_kept(self, indices: list[int]) -> None:
         said = self.learner.open_kept(_session("kept"), self.config.bucket_mib * 2**20)

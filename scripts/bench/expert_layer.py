@@ -120,8 +120,12 @@ def load_ids(load: str, tokens: int, experts: int, top_k: int, trace: torch.Tens
     return ids.long().cuda()
 
 
-def products(problem: Problem, weights: Weights, bytes_s: float, flops_s: float, repeats: int) -> list[Row]:
-    """FC1 and FC2 alone, and at many tokens the gradient's products of FC2's weight."""
+def products(
+    problem: Problem, weights: Weights, bytes_s: float, flops_s: float, repeats: int, tune: bool
+) -> list[Row]:
+    """FC1 and FC2 alone, and at many tokens the gradient's products of FC2's weight. tune: with the fastest tile of
+    those that there are, which the layer then takes too.
+    """
     experts = weights.ours.w13.shape[0]
     few = tuning.few_rows(problem.ids.numel(), experts)
     groups = group(problem.ids, experts, 16 if few else 128)
@@ -133,6 +137,16 @@ def products(problem: Problem, weights: Weights, bytes_s: float, flops_s: float,
         operand = GroupedOperand(None, None, decoded, outer, outer > 2)
         out = torch.empty(groups.rows, features, device="cuda", dtype=torch.bfloat16)
         values = decoded.bfloat16()
+        if tune and not few:
+            tuning.measure(
+                out.device,
+                groups.rows,
+                features,
+                width,
+                lambda tile, operand=operand, matrix=matrix, out=out: grouped_gemm(
+                    operand, matrix, groups, out=out, tile=tile
+                ),
+            )
         offsets = groups.starts[1:]
         plain_t = plain.transpose(1, 2)
         product = decode_gemm if few else grouped_gemm
@@ -259,6 +273,7 @@ def main() -> None:
     parser.add_argument("--experts", type=int, default=128)
     parser.add_argument("--top-k", type=int, default=8)
     parser.add_argument("--repeats", type=int, default=11)
+    parser.add_argument("--tune", action="store_true", help="measure the tiles, instead of the defaults")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     trace = None
@@ -287,7 +302,7 @@ def main() -> None:
                 flush=True,
             )
             problem = Problem.random(ids, load, given.hidden)
-            new = products(problem, weights, bytes_s, flops_s, given.repeats)
+            new = products(problem, weights, bytes_s, flops_s, given.repeats, given.tune)
             new += layers(problem, weights, flops_s, given.repeats)
             for row in new:
                 print(row.line(), flush=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -135,6 +137,24 @@ def test_each_product_of_the_gradient_is_within_2e_3_of_float64(shape: LayerShap
     assert max(errors.values()) < 2e-3
     assert max(errors["FC1 wgrad"], errors["FC2 wgrad"]) < 1e-6
     assert max(product_errors(given, d_output, torch.bfloat16).values()) < 2e-3
+
+
+def test_arguments_may_have_strides() -> None:
+    """Views and transposed tensors give the gradients of contiguous ones."""
+    case = Case(NARROW, named_spec("minite"))
+    d_output = torch.randn(case.x.shape, generator=torch.Generator().manual_seed(1)).bfloat16().to(DEVICE)
+
+    def gradients(change: Callable[[torch.Tensor], torch.Tensor]) -> list[torch.Tensor]:
+        leaves = [case.x.bfloat16(), case.p, *(w.to(DEVICE) for w in (case.on_cpu.w13, case.on_cpu.w2))]
+        x, p, w13, w2 = (change(leaf).requires_grad_() for leaf in leaves)
+        output = layer.expert_layer(x, change(case.ids), p, w13, w2, case.prepared, case.spec)
+        return list(torch.autograd.grad(output, (x, p, w13, w2), change(d_output)))
+
+    expected = gradients(torch.Tensor.clone)
+    transposed = gradients(lambda t: t.transpose(0, 1).contiguous().transpose(0, 1))
+    widened = gradients(lambda t: torch.cat((t, t), dim=-1)[..., : t.shape[-1]])
+    for own, other, third in zip(expected, transposed, widened, strict=True):
+        assert torch.equal(own, other) and torch.equal(own, third)
 
 
 def test_an_expert_without_tokens_gets_zero_gradients() -> None:

@@ -219,6 +219,21 @@ def test_a_sampler_that_missed_a_version_gets_whole_tensors_and_the_others_chang
     assert world.all_hold(2)
 
 
+@pytest.mark.parametrize("stage", ["begin", "receive", "end"])
+def test_a_sampler_that_dies_while_it_catches_up_is_left_out(stage: str) -> None:
+    """The others hold the version by then: it is not sent to them again, which they would refuse."""
+    world = World(3)
+    world.sync.sync(1)
+    world.samplers[1] = world.sync._samplers[1] = Local(sampler_actor(88), dies_in=stage)
+    world.learner.step()
+    world.sync.sync(2)
+    assert world.all_hold(2, 0, 2)
+    assert world.sync.lost() == [1]
+    world.learner.step()
+    world.sync.sync(3)
+    assert world.all_hold(3, 0, 2)
+
+
 def test_a_learner_that_dies_in_a_sync_is_not_taken_for_a_sampler() -> None:
     world = World()
     world.sync.sync(1)
