@@ -156,7 +156,7 @@ def test_a_closed_pool_says_so():
 def test_inline_rewards_need_no_process():
     before = processes()
     with RewardPool(load_reward("arithmetic"), workers=2) as pool:
-        assert processes() == before
+        assert processes() <= before
         batch = [("250", problem("250")), ("251", problem("250"))]
         assert pool.score(batch) == [Score.of(True), Score.of(False)]
 
@@ -171,9 +171,10 @@ def test_math_answers_and_a_tower_of_powers():
 
 
 def test_math_processes_are_small():
+    before = processes()
     with RewardPool(load_reward("math", "boxed")) as pool:
         pool.score([(r"\boxed{1}", problem("1"))])
-        (child,) = psutil.Process().children()
+        (child,) = (psutil.Process(pid) for pid in processes() - before)
         assert child.memory_info().rss < 150 * 2**20
         loaded = {os.path.basename(os.path.dirname(m.path)) for m in child.memory_maps()}
     assert not {"torch", "numpy", "ray"} & loaded
@@ -198,7 +199,7 @@ def test_a_reward_that_processes_cannot_load_is_refused_at_the_start(monkeypatch
         ConfigError, match=r"reward\.function='tests\.rl\.custom_rewards:by_order': importing"
     ):
         RewardPool(reward)
-    assert processes() == before
+    assert processes() <= before
 
 
 @pytest.mark.parametrize(

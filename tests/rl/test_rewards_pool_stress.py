@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Collection
 
 import psutil
 import pytest
@@ -39,14 +40,15 @@ def batch(seed: int) -> list[str]:
     return commands
 
 
-def children() -> list[psutil.Process]:
-    return psutil.Process().children(recursive=True)
+def children(before: Collection[int] = ()) -> list[psutil.Process]:
+    """Processes of this one, but for those of tests before."""
+    return [own for own in psutil.Process().children(recursive=True) if own.pid not in before]
 
 
 def test_no_score_is_lost_or_doubled_and_the_pool_is_whole_afterwards():
     commands = batch(seed=1)
     problems = [Problem(f"p{number}", "q", str(number), "test") for number in range(ANSWERS)]
-    before = len(children())
+    before = {own.pid for own in children()}
     with RewardPool(
         load_reward(f"{CUSTOM}:by_order"), workers=3, timeout_s=TIMEOUT_S, memory_mib=1024
     ) as pool:
@@ -65,9 +67,9 @@ def test_no_score_is_lost_or_doubled_and_the_pool_is_whole_afterwards():
         again = pool.score([(f"score {number}", problems[number]) for number in range(200)])
         assert again == [Score(float(number), correct=True) for number in range(200)]
         assert time.monotonic() - started < 5
-        assert len(children()) == before + 3
-        assert {"zombie"}.isdisjoint(process.status() for process in children())
-    assert len(children()) == before
+        assert len(children(before)) == 3
+        assert {"zombie"}.isdisjoint(process.status() for process in children(before))
+    assert not children(before)
 
 
 def test_what_samples_leave_behind_does_not_fail_the_next_one():
