@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-from base64 import b64encode
-
-from jinja2 import Environment, StrictUndefined
-from markupsafe import Markup
-
-from rl.records.page import STYLE
+from rl.records.page import fill
 
 _TEMPLATE = """<!doctype html>
 <html lang="en">
@@ -69,6 +64,4 @@ figure.wide { max-width: 60rem; margin-bottom: 1.2rem; }
 
 def render(values: dict[str, object]) -> str:
     """The page with `values` in it, each of them escaped."""
-    environment = Environment(autoescape=True, undefined=StrictUndefined)
-    environment.filters["base64"] = lambda data: b64encode(data).decode("ascii")
-    return environment.from_string(_TEMPLATE).render(style=Markup(STYLE), **values)
+    return fill(_TEMPLATE, values)

@@ -139,6 +139,11 @@ _TEMPLATE = """<!doctype html>
 
 def render(values: dict[str, object]) -> str:
     """The page with `values` in it, each of them escaped."""
+    return fill(_TEMPLATE, values)
+
+
+def fill(template: str, values: dict[str, object]) -> str:
+    """A Jinja template with `values` in it, each of them escaped, in the style of all pages; `base64` is a filter."""
     environment = Environment(autoescape=True, undefined=StrictUndefined)
     environment.filters["base64"] = lambda data: b64encode(data).decode("ascii")
-    return environment.from_string(_TEMPLATE).render(style=Markup(STYLE), **values)
+    return environment.from_string(template).render(style=Markup(STYLE), **values)
