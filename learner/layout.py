@@ -79,6 +79,18 @@ class Layout:
     def ranks(self) -> int:
         return self.stage_ranks * self.pipeline
 
+    @property
+    def expert_copies(self) -> int:
+        """Processes that hold the same experts."""
+        return self.stage_ranks // self.expert
+
+    def layers_of(self, stage: int, layers: int) -> int:
+        """Layers of a pipeline stage. The counts of all stages sum to `layers`."""
+        return layers // self.pipeline + (stage < layers % self.pipeline)
+
+    def __str__(self) -> str:
+        return f"TP {self.tensor}, EP {self.expert}, PP {self.pipeline}, DP {self.data}"
+
     def problems(self, model: Architecture) -> Iterator[str]:
         """Why `model` cannot be shared like this."""
         if self.stage_ranks % self.expert:

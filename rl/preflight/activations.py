@@ -12,7 +12,7 @@ from kernels.precision_map import PrecisionMap
 from kernels.spec import ExecutionSpec, RouterPosition
 from learner.config import LearnerConfig
 from learner.families.architecture import Architecture
-from rl.preflight.layout import Layout
+from learner.layout import Layout
 from sampler.config import SamplerConfig
 
 _ROW_BLOCK = 128  # to which the Triton kernels pad the rows of an expert

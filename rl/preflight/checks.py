@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from learner.families.architecture import Architecture
+from learner.layout import Layout
 from rl.config import Config
 from rl.preflight.batch import Batch
-from rl.preflight.layout import Layout, layout_problems
+from rl.preflight.layout import layout_problems
 from rl.preflight.memory import Memory, cache_bytes_per_token
 
 GIB = 2**30

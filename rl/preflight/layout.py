@@ -1,46 +1,11 @@
-"""How the learner's ranks share out the model and the batch, and what of that cannot be."""
+"""What cannot be in the way in which the learner's ranks share out the model and the batch."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
-from learner.config import LearnerConfig
 from learner.families.architecture import Architecture
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Megatron's: ranks = tensor x pipeline x data; the experts of a stage are spread over `expert` of its
-    tensor x data ranks, and each of these experts is whole on its rank.
-    """
-
-    tensor: int = 1
-    expert: int = 1
-    pipeline: int = 1
-    data: int = 1
-
-    @classmethod
-    def of(cls, config: LearnerConfig) -> Layout:
-        return cls(
-            config.tensor_parallel, config.expert_parallel, config.pipeline_parallel, config.data_parallel
-        )
-
-    @property
-    def ranks(self) -> int:
-        return self.tensor * self.pipeline * self.data
-
-    @property
-    def expert_copies(self) -> int:
-        """Ranks that hold the same experts."""
-        return self.tensor * self.data // self.expert
-
-    def layers_of(self, stage: int, layers: int) -> int:
-        """Layers of a pipeline stage. The counts of all stages sum to `layers`."""
-        return layers // self.pipeline + (stage < layers % self.pipeline)
-
-    def __str__(self) -> str:
-        return f"TP {self.tensor}, EP {self.expert}, PP {self.pipeline}, DP {self.data}"
+from learner.layout import Layout
 
 
 def layout_problems(layout: Layout, model: Architecture, sequences: int) -> Iterator[str]:

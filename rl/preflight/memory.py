@@ -16,8 +16,8 @@ from kernels.quantizer_spec import BlockScaleFormat
 from kernels.spec import ExecutionSpec
 from learner.config import LearnerConfig
 from learner.families.architecture import Architecture
+from learner.layout import Layout
 from rl.preflight import activations
-from rl.preflight.layout import Layout
 from rl.preflight.parameters import Held, count, held_by
 from sampler.config import SamplerConfig
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from learner.families.architecture import Architecture
-from rl.preflight.layout import Layout
+from learner.layout import Layout
 
 
 @dataclass(frozen=True)

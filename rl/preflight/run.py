@@ -6,12 +6,12 @@ from dataclasses import dataclass, replace
 
 from kernels.precision_map import PrecisionMap
 from learner.families.architecture import Architecture
+from learner.layout import Layout
 from rl.config import Config
 from rl.devices import DEVICES
 from rl.errors import ConfigError
 from rl.preflight.batch import Batch
 from rl.preflight.checks import checks, memory_problems
-from rl.preflight.layout import Layout
 from rl.preflight.memory import Memory, learner_memory, sampler_memory
 from rl.preflight.model import planned_architecture
 from rl.preflight.parameters import Parameters, count

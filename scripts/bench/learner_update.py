@@ -35,11 +35,11 @@ from kernels.catalogue import named_spec
 from kernels.precision_map import PrecisionMap
 from learner.batch import TrainBatch
 from learner.config import LearnerConfig, ObjectiveConfig
+from learner.layout import Layout
 from learner.moe import Experts
 from learner.policy import Policy
 from rl.devices import device_of
 from rl.flops import update_flops
-from rl.preflight.layout import Layout
 from rl.preflight.memory import learner_memory
 
 WAYS = {"minite": "minite", "bf16": "bf16", "naive": "te_per_tensor"}

@@ -15,10 +15,10 @@ from kernels.triton.matrix import ExpertMatrix
 from learner.config import LearnerConfig, ObjectiveConfig
 from learner.families.architecture import Architecture
 from learner.initialize import initialize
+from learner.layout import Layout
 from learner.packing import Packing
 from learner.policy import Policy
 from rl.preflight.activations import _SIZE, _norm, layer_bytes_per_token
-from rl.preflight.layout import Layout
 from rl.preflight.memory import expert_bytes, learner_memory, sampler_memory
 from rl.preflight.traffic import sync_bytes
 from sampler.config import SamplerConfig

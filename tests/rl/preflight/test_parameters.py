@@ -14,10 +14,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from learner.families.architecture import Architecture
 from learner.families.registry import family_of
+from learner.layout import Layout
 from learner.upcycle import upcycled_config
 from rl.compose import load_config
 from rl.flops import forward_flops, update_flops
-from rl.preflight.layout import Layout, layout_problems
+from rl.preflight.layout import layout_problems
 from rl.preflight.model import planned_architecture
 from rl.preflight.parameters import active, count, held_by
 
