@@ -37,7 +37,7 @@ def start(config: LearnerConfig) -> torch.device:
             raise RuntimeError(
                 f"LearnerConfig.device={config.device!r}, but this process sees no CUDA device"
             )
-        torch.cuda.set_device(device)
+        torch.cuda.set_device(0 if device.index is None else device.index)
         # Without a fixed workspace cuBLAS refuses to run under deterministic algorithms.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     if not dist.is_initialized():
