@@ -140,7 +140,7 @@ def _products(target: int) -> Iterator[Compilation]:
                 yield grouped(tile, False, features, width)
     if target >= 100:
         return
-    few = decode_tile(TOP_K, EXPERTS)
+    few = decode_tile(16)
     types = {
         "x_ptr": "*fp16",
         "ga_ptr": "*fp32",
@@ -148,10 +148,11 @@ def _products(target: int) -> Iterator[Compilation]:
         "scales_ptr": "*fp8e4nv",
         "gb_ptr": "*fp32",
         "out_ptr": "*bf16",
+        "tile_expert_ptr": "*i32",
         "starts_ptr": "*i32",
         "counts_ptr": "*i32",
     }
-    constants = {"N": 2 * FFN, "K": HIDDEN, "BM": few.rows, "STAGES": few.stages}
+    constants = {"N": 2 * FFN, "K": HIDDEN, "BM": 16, "STAGES": few.stages}
     yield Compilation(
         "product of few rows",
         target,

@@ -1,8 +1,8 @@
 """Products of few rows an expert with 4-bit weights read packed: bound by the bytes of the weights, not by arithmetic.
 
 The same composition as `kernels.triton.grouped_gemm`, and the same order of sums along K. A program takes 128 output
-features of one expert and all of the expert's rows; weights are the tall side of the product, so that 16 rows fill
-the tensor core, and are read from their tiles (`kernels.triton.tiles`).
+features and one tile of an expert's rows; weights are the tall side of the product, so that 16 rows fill the tensor
+core, and are read from their tiles (`kernels.triton.tiles`).
 """
 
 from __future__ import annotations
@@ -11,13 +11,15 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.triton.codec import wait_for_kernel_before
+from kernels.triton.codec import COMPILED, wait_for_kernel_before
 from kernels.triton.grouped_gemm import as_stored, check_operand, to_bf16
 from kernels.triton.grouping import ExpertGroups
 from kernels.triton.matrix import ExpertMatrix
 from kernels.triton.operand import GroupedOperand
 from kernels.triton.tiles import TILE, load_tile
 from kernels.triton.tuning import DecodeTile, decode_tile
+
+ROWS = (16, 32, 64)  # of a tile
 
 
 def decode_gemm(
@@ -29,31 +31,34 @@ def decode_gemm(
     tile: DecodeTile | None = None,
 ) -> torch.Tensor:
     """As `kernels.triton.grouped_gemm.grouped_gemm`, bit for bit, but for few rows an expert; rows in padding are not
-    written. `groups` may be aligned to any number of rows. Raises ValueError for operands that do not fit or that are
-    not decoded, and for weights whose N or K is no multiple of 128.
+    written. A tile has as many rows as `groups` are aligned to: 16, 32 or 64. `groups` must be older than the kernel
+    before this one, which makes the operand: the two overlap. Raises ValueError for operands that do not fit or that
+    are not decoded, for groups aligned otherwise, and for weights whose N or K is no multiple of 128.
     """
-    experts, features, width = weight.shape
+    _, features, width = weight.shape
     if weight.words is None or weight.word_scales is None or operand.decoded is None:
         raise ValueError(
             f"products of few rows need a decoded operand and weights of multiples of {TILE}, got {weight.shape}"
         )
+    if groups.align not in ROWS:
+        raise ValueError(f"products of few rows need groups aligned to one of {ROWS}, got {groups.align}")
     check_operand(operand.decoded, operand.outer_scales, weight, groups, out)
     if not groups.rows:
         return out
-    slots = groups.row_of_slot.numel()
-    tile = tile or decode_tile(slots, experts)
-    decode_product[(experts * features // TILE,)](
+    tile = tile or decode_tile(groups.align)
+    decode_product[(groups.tile_expert.numel() * (features // TILE),)](
         operand.decoded,
         operand.outer_scales,
         weight.words,
         weight.word_scales.view(torch.float8_e4m3fn),
         weight.outer,
         as_stored(out),
+        groups.tile_expert,
         groups.starts,
         groups.counts,
         N=features,
         K=width,
-        BM=tile.rows,
+        BM=groups.align,
         STAGES=tile.stages,
         num_warps=tile.warps,
         maxnreg=tile.registers,
@@ -70,6 +75,7 @@ def decode_product(
     scales_ptr,
     gb_ptr,
     out_ptr,
+    tile_expert_ptr,
     starts_ptr,
     counts_ptr,
     N: tl.constexpr,
@@ -80,23 +86,38 @@ def decode_product(
     """x: float16 [R, K]; words, scales: `pack_tiles`; out: bfloat16 [R, N]. Rows in padding are left as they are."""
     ROW_TILES: tl.constexpr = N // 128
     K_TILES: tl.constexpr = K // 128
-    e = tl.program_id(0) // ROW_TILES
-    wait_for_kernel_before()
-    count = tl.load(counts_ptr + e)
-    if count > 0:
-        first = tl.load(starts_ptr + e)
-        tile = tl.program_id(0).to(tl.int64) * K_TILES
-        columns = tl.program_id(0) % ROW_TILES * 128 + tl.arange(0, 128)
+    row_tile = tl.program_id(0) // ROW_TILES
+    e = tl.load(tile_expert_ptr + row_tile)
+    if e >= 0:
+        feature_tile = tl.program_id(0) % ROW_TILES
+        words_at = words_ptr + (e * ROW_TILES + feature_tile).to(tl.int64) * (K_TILES * 2048)
+        scales_at = scales_ptr + (e * ROW_TILES + feature_tile).to(tl.int64) * (K_TILES * 1024)
+        fetch_ahead(words_at, min(2, K_TILES))
+        first = row_tile * BM
+        end = tl.load(starts_ptr + e) + tl.load(counts_ptr + e)
+        columns = feature_tile * 128 + tl.arange(0, 128)
         gb = tl.load(gb_ptr + e.to(tl.int64) * N + columns)
-        for m in range(0, count, BM):
-            inside = m + tl.arange(0, BM) < count
-            rows = (first + m + tl.arange(0, BM)).to(tl.int64)
-            # Without a mask: what stands behind the last row is not stored, and must only be there.
-            x_at = x_ptr + tl.where(inside, rows, first)[:, None] * K + tl.arange(0, 128)[None, :]
-            acc = tl.zeros((128, BM), tl.float32)
-            for k in tl.range(0, K_TILES, num_stages=STAGES):
-                x = tl.load(x_at + k * 128)
-                acc = tl.dot(load_tile(words_ptr, scales_ptr, tile + k), x.T, acc)
-            ga = tl.load(ga_ptr + rows, mask=inside, other=0.0)
-            value = to_bf16(acc * (ga[None, :] * gb[:, None]))
-            tl.store(out_ptr + rows[None, :] * N + columns[:, None], value, mask=inside[None, :])
+        inside = first + tl.arange(0, BM) < end
+        rows = (first + tl.arange(0, BM)).to(tl.int64)
+        # Without a mask: what stands behind the last row is not stored, and must only be there.
+        x_at = x_ptr + first.to(tl.int64) * K + tl.arange(0, BM)[:, None] * K + tl.arange(0, 128)[None, :]
+        wait_for_kernel_before()
+        acc = tl.zeros((128, BM), tl.float32)
+        for k in tl.range(0, K_TILES, num_stages=STAGES):
+            x = tl.load(x_at + k * 128)
+            acc = tl.dot(load_tile(words_at, scales_at, k), x.T, acc)
+        ga = tl.load(ga_ptr + rows, mask=inside, other=0.0)
+        value = to_bf16(acc * (ga[None, :] * gb[:, None]))
+        tl.store(out_ptr + rows[None, :] * N + columns[:, None], value, mask=inside[None, :])
+    else:
+        wait_for_kernel_before()
+
+
+@triton.jit
+def fetch_ahead(words_at, TILES: tl.constexpr):
+    """Asks for the first tiles of words, which do not depend on the kernel before, in lines of 128 bytes."""
+    if COMPILED:
+        line = (words_at + tl.arange(0, TILES * 64) * 32).to(tl.int64)
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [line], tl.int32, False, 1
+        )

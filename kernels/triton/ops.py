@@ -27,7 +27,6 @@ from kernels.triton.quantize import permute_quantize
 from kernels.triton.support import plain
 from kernels.triton.swiglu import swiglu_quantize
 
-_ALIGN_FEW = 16  # rows: what the tensor core takes at least
 _SPEC = named_spec("minite")  # all specs that these kernels compute have its activations and combination
 
 
@@ -166,9 +165,10 @@ def run_experts(
     """What the operator `experts` does, without the dispatcher's time on the host. bad: int64 [2, E], to which the rows
     of FC1's and FC2's inputs that are not finite are added.
     """
-    few = w13.decodes and w2.decodes and tuning.few_rows(topk_ids.numel(), w13.shape[0])
+    slots, num_experts = topk_ids.numel(), w13.shape[0]
+    few = w13.decodes and w2.decodes and tuning.few_rows(slots, num_experts)
     x = plain(x)  # a copy must be older than the groups: see `permute_quantize`
-    groups = group(topk_ids, w13.shape[0], _ALIGN_FEW if few else ALIGN)
+    groups = group(topk_ids, num_experts, tuning.rows_of_few(slots, num_experts) if few else ALIGN)
     steps = _few_steps if few else _steps
     return combine(steps(x, groups, w13, w2, bad)[2], groups, topk_weights, _SPEC)
 

@@ -198,13 +198,12 @@ def _swiglu_quantize(
     """fc1 int32 words [rows, 2 * 8 BLOCKS]; codes, decoded and act int32 words; scales [rows, BLOCKS].
     ALIGN > 0: padding is left alone, and rows that are not finite are counted for the experts of tiles of ALIGN rows.
     """
-    if ALIGN > 0:
-        wait_for_kernel_before()
     first = tl.program_id(0) * ROWS
     row = (first + tl.arange(0, ROWS)).to(tl.int64)
     inside = row < rows
     routed = tl.load(slot_of_row + row, mask=inside, other=-1) >= 0
     if ALIGN > 0:
+        wait_for_kernel_before()  # not ahead of the groups, which are older
         inside = routed
         some = tl.max(routed.to(tl.int32), axis=0) > 0
     else:

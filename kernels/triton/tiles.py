@@ -48,8 +48,8 @@ def pack_tiles(codes_ptr, scales_ptr, words_out_ptr, scales_out_ptr, K: tl.const
     """uint8 codes [E*N, K/2] and block scales [E*N, K/16] -> tiles [E*N/128, K/128], one a program.
 
     words: int32 [2, 2, 4, 8, 4, 4] of a tile. Word (a, b, w, r, c, d) holds, for row 64a + 16w + r and that plus 8, the
-    elements 2c, 2c+1, 2c+8, 2c+9 of block 4b + d: what one thread of a 64x16 FP16 operand holds. Nibble i is
-    element i, its signs aside: those stand as `decoded_tile` wants them.
+    elements 2c, 2c+1, 2c+8, 2c+9 of block 4b + d: what one thread of a 64x16 FP16 operand holds. How their bits stand
+    in the word is said at `_DECODE`.
     scales: uint8 [2, 2, 4, 8, 4, 2], those of block 4b + d of the same two rows.
     """
     K_TILES: tl.constexpr = K // 128
@@ -62,10 +62,12 @@ def pack_tiles(codes_ptr, scales_ptr, words_out_ptr, scales_out_ptr, K: tl.const
     natural = tl.load(first).to(tl.int32) | (tl.load(first + 4).to(tl.int32) << 8)
     second = first + 8 * (K // 2)
     natural |= (tl.load(second).to(tl.int32) << 16) | (tl.load(second + 4).to(tl.int32) << 24)
-    packed = natural & 0x77777777
+    packed = tl.zeros_like(natural)
     for i in tl.static_range(4):
-        packed |= ((natural >> (4 * i + 3)) & 1) << (8 * i + 7)
-        packed |= ((natural >> (4 * i + 19)) & 1) << (8 * i + 3)
+        upper, lower = natural >> (4 * i), natural >> (4 * i + 16)
+        packed |= ((upper & 7) << (8 * i + 2)) | (((upper >> 3) & 1) << (8 * i + 7))
+        packed |= (((lower >> 1) & 3) << (8 * i + 5)) | ((lower & 1) << (8 * i))
+        packed |= ((lower >> 3) & 1) << ((8 * i + 9) % 32)
     tl.store(words_out_ptr + tile * 2048 + index, packed)
     index = tl.arange(0, 1024)
     h, d, r = index % 2, index // 2 % 4, index // 8 % 8
@@ -74,53 +76,53 @@ def pack_tiles(codes_ptr, scales_ptr, words_out_ptr, scales_out_ptr, K: tl.const
     tl.store(scales_out_ptr + tile * 1024 + index, scales)
 
 
-# An FP16 number's high byte holds all of an E2M1 value: `prmt` looks four of them up by the low three bits of four
-# nibbles. Bit 8i+7 of a word is the sign of element i, bit 8i+3 that of element 4+i: one mask brings four to their
-# bytes. Another `prmt` makes two bytes a pair of FP16 numbers.
+# The bits of an E2M1 number, moved to those of E4M3 (sign 7, exponent 6-3, mantissa 2-0), are the number over 64, and
+# the hardware makes two FP16 numbers of two such bytes. Byte i of a word holds an element of the upper row as such a
+# byte (bits 7, 4-2) and one of the lower row in what is left: exponent in bits 6-5, mantissa in bit 0, sign in bit 1 of
+# the next byte, so that a rotation and a shift by two bring all of it to its place. The 64 goes to the scale.
 _DECODE = tl.constexpr("""
 {
-    .reg .b32 sel, lo, hi, s, t, v;
-    and.b32 sel, $8, 0x77777777;
-    prmt.b32 lo, $11, 0x46444240, sel;
-    shr.u32 sel, sel, 16;
-    prmt.b32 hi, $11, 0x46444240, sel;
-    lop3.b32 lo, $8, 0x80808080, lo, 0xEA;
-    shl.b32 t, $8, 4;
-    lop3.b32 hi, t, 0x80808080, hi, 0xEA;
-    mov.b32 s, {$9, $9};
-    prmt.b32 v, lo, 0, 0x1404;
-    mul.rn.f16x2 v, v, s;
+    .reg .b32 upper, lower, moved, scale, of_upper, of_lower, v;
+    .reg .b16 u0, u1, l0, l1, s0, s1;
+    and.b32 upper, $8, 0x9C9C9C9C;
+    shf.r.wrap.b32 lower, $8, $8, 2;
+    and.b32 lower, lower, 0x98989898;
+    shl.b32 moved, $8, 2;
+    lop3.b32 lower, moved, 0x04040404, lower, 0xEA;
+    mov.b32 {u0, u1}, upper;
+    mov.b32 {l0, l1}, lower;
+    mov.b32 scale, {$9, $10};
+    mov.b32 v, 0x54005400; // 64, twice
+    mul.rn.f16x2 scale, scale, v;
+    mov.b32 {s0, s1}, scale;
+    mov.b32 of_upper, {s0, s0};
+    mov.b32 of_lower, {s1, s1};
+    cvt.rn.f16x2.e4m3x2 v, u0;
+    mul.rn.f16x2 v, v, of_upper;
     mov.b32 {$0, $1}, v;
-    prmt.b32 v, lo, 0, 0x3424;
-    mul.rn.f16x2 v, v, s;
+    cvt.rn.f16x2.e4m3x2 v, u1;
+    mul.rn.f16x2 v, v, of_upper;
     mov.b32 {$2, $3}, v;
-    mov.b32 s, {$10, $10};
-    prmt.b32 v, hi, 0, 0x1404;
-    mul.rn.f16x2 v, v, s;
+    cvt.rn.f16x2.e4m3x2 v, l0;
+    mul.rn.f16x2 v, v, of_lower;
     mov.b32 {$4, $5}, v;
-    prmt.b32 v, hi, 0, 0x3424;
-    mul.rn.f16x2 v, v, s;
+    cvt.rn.f16x2.e4m3x2 v, l1;
+    mul.rn.f16x2 v, v, of_lower;
     mov.b32 {$6, $7}, v;
 }
 """)
-_CONSTRAINTS = tl.constexpr("=h,=h,=h,=h,=h,=h,=h,=h,r,h,h,r")
-# 0x3E3C3800, in a way that the assembler does not see through: it would move a constant into a register at every use.
-_LOW_MAGNITUDES = tl.constexpr("""
-{
-    .reg .b32 zero;
-    mov.u32 zero, %laneid;
-    shr.u32 zero, zero, 5;
-    add.u32 $0, zero, 0x3E3C3800; // for $1
-}
-""")
+_CONSTRAINTS = tl.constexpr("=h,=h,=h,=h,=h,=h,=h,=h,r,h,h")
 
 
 @triton.jit
 def _element(words, scales, i: tl.constexpr):
     """Element i of every word, times its scale, in float16: exact. For the interpreter, which runs no assembly."""
-    sign_bit: tl.constexpr = 8 * (i % 4) + 7 - i // 4 * 4
-    code = (words >> (4 * i)) & 7
-    sign = (words >> sign_bit) & 1
+    byte: tl.constexpr = 8 * (i % 4)
+    if i < 4:
+        code, sign = (words >> (byte + 2)) & 7, (words >> (byte + 7)) & 1
+    else:
+        code = (((words >> (byte + 5)) & 3) << 1) | ((words >> byte) & 1)
+        sign = (words >> ((byte + 9) % 32)) & 1
     value = ((code << 9) | (sign << 15)).to(tl.uint16).to(tl.float16, bitcast=True) * 16384.0
     return value.to(tl.float16) * scales
 
@@ -129,10 +131,8 @@ def _element(words, scales, i: tl.constexpr):
 def decoded_tile(words, upper, lower):
     """int32 words [2, 2, 4, 8, 4, 4] and the scales of their two rows -> float16 [128, 128], code times block scale."""
     if COMPILED:
-        none = tl.zeros((2, 2, 4, 8, 4, 4), tl.int32)
-        low = tl.inline_asm_elementwise(_LOW_MAGNITUDES, "=r,r", [none], tl.int32, is_pure=True, pack=1)
         v0, v1, v2, v3, v4, v5, v6, v7 = tl.inline_asm_elementwise(
-            _DECODE, _CONSTRAINTS, [words, upper, lower, low], dtype=(tl.float16,) * 8, is_pure=True, pack=1
+            _DECODE, _CONSTRAINTS, [words, upper, lower], dtype=(tl.float16,) * 8, is_pure=True, pack=1
         )
     else:
         v0, v1 = _element(words, upper, 0), _element(words, upper, 1)

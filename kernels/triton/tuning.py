@@ -27,9 +27,8 @@ class GroupedTile:
 
 @dataclass(frozen=True)
 class DecodeTile:
-    """Rows of an expert that are multiplied at a time; registers: the most that a thread may take."""
+    """For the product of few rows; registers: the most that a thread may take."""
 
-    rows: int
     stages: int = 3
     warps: int = 4
     registers: int | None = None
@@ -61,12 +60,17 @@ def few_rows(slots: int, num_experts: int) -> bool:
     return slots <= 32 * num_experts
 
 
-def decode_tile(slots: int, num_experts: int) -> DecodeTile:
-    """For so many token slots: as many rows as most experts have under a balanced load, at least 16."""
+def rows_of_few(slots: int, num_experts: int) -> int:
+    """How many rows of an expert are multiplied at a time: as many as most experts have, at least 16, the fewest that
+    the tensor core takes.
+    """
     average = slots / num_experts
-    if average <= 10:
-        return DecodeTile(16, stages=4, registers=128)  # four programs a processor instead of three
-    return DecodeTile(32 if average <= 20 else 64)
+    return 16 if average <= 10 else 32 if average <= 20 else 64
+
+
+def decode_tile(rows: int) -> DecodeTile:
+    """For tiles of so many rows. Of 16: so few registers that seven programs fit a processor."""
+    return DecodeTile(registers=96) if rows == 16 else DecodeTile()
 
 
 def measure(

@@ -128,7 +128,7 @@ def products(
     """
     experts = weights.ours.w13.shape[0]
     few = tuning.few_rows(problem.ids.numel(), experts)
-    groups = group(problem.ids, experts, 16 if few else 128)
+    groups = group(problem.ids, experts, tuning.rows_of_few(problem.ids.numel(), experts) if few else 128)
     rows = []
     for what, matrix, plain in (("FC1", weights.ours.w13, weights.w13), ("FC2", weights.ours.w2, weights.w2)):
         _, features, width = matrix.shape

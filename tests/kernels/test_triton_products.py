@@ -15,7 +15,7 @@ from kernels.triton.grouping import ExpertGroups, group
 from kernels.triton.matrix import ExpertMatrix
 from kernels.triton.operand import GroupedOperand
 from kernels.triton.quantize import permute_quantize
-from kernels.triton.tuning import EMULATED, DecodeTile, GroupedTile
+from kernels.triton.tuning import EMULATED, GroupedTile
 from tests.kernels.triton_env import DEVICE, GPU
 
 SPEC = named_spec("minite")
@@ -82,9 +82,9 @@ def test_grouped_product_is_within_1e_6_of_float64(shape: tuple[int, int, int]) 
 @pytest.mark.parametrize(("shape", "rows"), [(SHAPES[0], 16), (SHAPES[0], 32), (SHAPES[1], 16)])
 def test_product_of_few_rows_has_the_bits_of_the_grouped_one(shape: tuple[int, int, int], rows: int) -> None:
     ids = [[0]] * 19 + [[shape[0] - 1]]
-    many, few = make(shape, ids), make(shape, ids, align=16)
+    many, few = make(shape, ids), make(shape, ids, align=rows)
     expected = grouped_gemm(many.operand, many.matrix, many.groups, out=many.out())
-    out = decode_gemm(few.operand, few.matrix, few.groups, out=few.out(), tile=DecodeTile(rows))
+    out = decode_gemm(few.operand, few.matrix, few.groups, out=few.out())
     assert torch.equal(
         out[few.groups.row_of_slot.flatten().long()], expected[many.groups.row_of_slot.flatten().long()]
     )
@@ -122,9 +122,9 @@ def test_a_compact_weight_gives_the_same_product() -> None:
 
 
 def test_no_tokens() -> None:
-    case = make((2, 128, 128), [])
+    case, few = make((2, 128, 128), []), make((2, 128, 128), [], align=16)
     assert grouped_gemm(case.operand, case.matrix, case.groups, out=case.out()).shape == (0, 128)
-    assert decode_gemm(case.operand, case.matrix, case.groups, out=case.out()).shape == (0, 128)
+    assert decode_gemm(few.operand, few.matrix, few.groups, out=few.out()).shape == (0, 128)
 
 
 def test_what_does_not_fit_is_refused() -> None:
@@ -138,6 +138,8 @@ def test_what_does_not_fit_is_refused() -> None:
     few = make((2, 128, 128), [[0]], align=16)
     with pytest.raises(ValueError, match="aligned"):
         grouped_gemm(few.operand, few.matrix, few.groups, out=few.out())
+    with pytest.raises(ValueError, match="aligned"):
+        decode_gemm(case.operand, case.matrix, case.groups, out=case.out())
 
 
 @pytest.mark.parametrize("tile", [pytest.param(tile, marks=GPU) for tile in EMULATED])
