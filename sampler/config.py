@@ -10,6 +10,7 @@ from kernels.checks import checker
 DTYPES = ("float32", "bfloat16")
 DEVICES = ("cpu", "cuda")
 SLEEPS = ("off", "keep", "discard")
+DRAWS = ("per_request", "batched")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +36,9 @@ class SamplerConfig:
     sleep: str = "off"
     stock: bool = False  # vLLM as it is, with its own expert layers; see `sampler.stock`
     threads: int = 0  # intra-operation threads of torch; 0 leaves torch's own choice
+    # Random numbers of a response: from a generator of its own, as vLLM makes them, a call for each response and token
+    # (per_request), or for all at once (batched, `sampler.draws`). A strict spec has draws of its own.
+    draws: str = "per_request"
     seed: int = 0  # of the engine's global generators; every response has a seed of its own
 
     def __post_init__(self) -> None:
@@ -52,6 +56,7 @@ class SamplerConfig:
         )
         check("kv_cache_gib", lambda v: 0 < v < math.inf, "must be positive and finite")
         check("sleep", lambda v: v in SLEEPS, f"must be one of {', '.join(SLEEPS)}")
+        check("draws", lambda v: v in DRAWS, f"must be one of {', '.join(DRAWS)}")
         check("threads", lambda v: v >= 0, "must not be negative")
         check("seed", lambda v: 0 <= v < 2**32, "must lie in [0, 2**32)")
 

@@ -12,8 +12,8 @@ from vllm.v1.sample.sampler import Sampler
 
 from kernels.strict.elementary import exp
 from kernels.strict.output import OutputLayer
+from sampler.draws import SEED
 
-SEED = "minite_seed"  # of a response, in `SamplingParams.extra_args`
 _GREEDY = 1e-5  # vLLM takes the likeliest token at a lower temperature
 
 
