@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from kernels import autograd, reference
-from kernels.experts import ExpertWeights
+from kernels.experts import ExpertWeights, StoredLayout
 from kernels.spec import ExecutionSpec
 
 NAMES = ("reference", "triton_emulated", "triton_native")
@@ -31,7 +31,8 @@ class ExpertKernels:
     """The functions of one back end. What `prepare` gives goes to `forward` and `expert_layer` of the same one.
 
     quantize: as `ExpertWeights.quantize`; prepare, forward: as in `kernels.reference`, prepare with a keyword `compact`
-    for an engine that has to spare memory rather than time; expert_layer: as in `kernels.autograd`.
+    for an engine that has to spare memory rather than time; expert_layer: as in `kernels.autograd`. layout: the order of
+    weights that `forward` reads as it is, without a copy in another one.
     """
 
     name: str
@@ -39,6 +40,7 @@ class ExpertKernels:
     prepare: Callable[..., Any]
     forward: Callable[..., torch.Tensor]
     expert_layer: Callable[..., torch.Tensor]
+    layout: StoredLayout = StoredLayout.ROWS
 
 
 def _prepare_reference(weights: ExpertWeights, spec: ExecutionSpec, *, compact: bool = False) -> Any:
@@ -105,6 +107,7 @@ def _choose(spec: ExecutionSpec, device: torch.device, name: str | None) -> Expe
         functools.partial(layer.prepare, native=chosen == "triton_native"),
         layer.forward,
         layer.expert_layer,
+        StoredLayout.ROWS if chosen == "triton_native" else StoredLayout.TILES,
     )
     return _said(kernels, spec, device, f"compute capability {capability[0]}.{capability[1]}")
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from kernels import backends
-from kernels.experts import TORCH_TYPE, ExpertWeights
+from kernels.experts import TORCH_TYPE, ExpertWeights, StoredLayout
 from kernels.guard import NonFiniteGuard
 from kernels.quantizer_spec import Rounding
 from kernels.routing import sort_slots
@@ -158,22 +158,25 @@ class Experts(MegatronModule):
         self._snapshot = None
 
     def quantized(self, spec: ExecutionSpec) -> ExpertWeights:
-        """The present weights under `spec`: the very tensors that `forward` uses when it is the layer's
-        own.
+        """The present weights under `spec`, in the layout of the back end: the very tensors that `forward` uses when
+        it is the layer's own.
         """
         if spec == self.execution_spec:
             return self._current()[0]
-        return self._kernels(spec).quantize(self.weight1, self.weight2, spec)
+        kernels = self._kernels(spec)
+        return kernels.quantize(self.weight1, self.weight2, spec).in_layout(kernels.layout)
 
-    def stored(self, spec: ExecutionSpec) -> dict[str, torch.Tensor]:
-        """The tensors of `quantized(spec)`."""
-        return self.quantized(spec).tensors()
+    def stored(self, spec: ExecutionSpec, layout: StoredLayout) -> dict[str, torch.Tensor]:
+        """The tensors of `quantized(spec)`, in another layout if that is asked for."""
+        return self.quantized(spec).in_layout(layout).tensors()
 
-    def derived(self, spec: ExecutionSpec) -> dict[str, torch.Tensor]:
-        """What an engine under `spec` derives from `quantized(spec)`: `derived` of what the back end prepares."""
-        if spec == self.execution_spec:
+    def derived(self, spec: ExecutionSpec, layout: StoredLayout) -> dict[str, torch.Tensor]:
+        """What an engine under `spec` derives from `stored(spec, layout)`: `derived` of what the back end prepares."""
+        weights = self.quantized(spec)
+        asked = weights.in_layout(layout)
+        if asked is weights and spec == self.execution_spec:
             return self._current()[1].derived()
-        return self._kernels(spec).prepare(self.quantized(spec), spec).derived()
+        return self._kernels(spec).prepare(asked, spec, compact=True).derived()
 
     def operands(self, spec: ExecutionSpec) -> dict[str, torch.Tensor]:
         """What `quantized(spec)` is made of: the masters in the spec's operand type, `w13.weight` and `w2.weight`."""
@@ -205,7 +208,7 @@ class Experts(MegatronModule):
         version = tuple(number for w in masters for number in (w._version, w.data_ptr()))
         if self._snapshot is None or self._snapshot[0] != version:
             kernels = self._kernels(self.execution_spec)
-            weights = kernels.quantize(*masters, self.execution_spec)
+            weights = kernels.quantize(*masters, self.execution_spec).in_layout(kernels.layout)
             computing = self._kernels(self.computed_spec)
             self._computed_by = computing.name
             prepared = computing.prepare(weights, self.computed_spec)

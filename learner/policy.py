@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from kernels.experts import derived_name, expert_layout, wire_name
+from kernels.experts import StoredLayout, derived_name, expert_layout, wire_name
 from kernels.precision_map import PrecisionMap
 from kernels.report import EngineReport, names
 from kernels.routing import NO_ROUTE
@@ -143,33 +143,35 @@ class Policy(Trainable):
 
         return self._step(batch, loss, lr)["loss"]
 
-    def export(self, precision_map: PrecisionMap | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+    def export(
+        self, precision_map: PrecisionMap | None = None, layout: StoredLayout = StoredLayout.ROWS
+    ) -> Iterator[tuple[str, torch.Tensor]]:
         """Every weight by the name under which it travels to a sampler.
 
         Tensors outside the experts carry their Hugging Face checkpoint names, in the model's type; a tied
         output layer is left out. Expert tensors carry `kernels.experts.wire_name`: the very ones that the
         forward pass uses, or, in layers where the sampler's `precision_map` asks for another spec, the
-        masters under that spec. All are views where possible: valid until the next update.
+        masters under that spec; in the sampler's `layout`. All are views where possible: valid until the next update.
 
         Where processes share the model, each iterates at the same time: experts are quantised by the rank that owns
         them, and rank 0 gets everything, as the others hand it over. These get the names, with empty tensors.
         """
-        yield from self._export(precision_map, Experts.stored)
+        yield from self._export(precision_map, partial(Experts.stored, layout=layout))
 
     def export_layout(
-        self, precision_map: PrecisionMap | None = None
+        self, precision_map: PrecisionMap | None = None, layout: StoredLayout = StoredLayout.ROWS
     ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Shape and dtype of everything that `export` gives, in its order; nothing is computed."""
         target = precision_map or self.precision_map
         check_precision_map(target, self.architecture)
         outside = [rule for rule in self.rules if not is_expert(rule.megatron)]
         dtype = getattr(torch, self.config.dtype)
-        layout = {name: (tuple(s), dtype) for name, s in convert.hf_shapes(outside, self.shapes).items()}
+        found = {name: (tuple(s), dtype) for name, s in convert.hf_shapes(outside, self.shapes).items()}
         for layer in range(self.architecture.layers):
             sizes = (self.architecture.experts, self.architecture.hidden, self.architecture.expert_ffn)
-            parts = expert_layout(*sizes, target.spec_for(layer))
-            layout |= {wire_name(layer, part): entry for part, entry in parts.items()}
-        return layout
+            parts = expert_layout(*sizes, target.spec_for(layer), layout)
+            found |= {wire_name(layer, part): entry for part, entry in parts.items()}
+        return found
 
     def export_operands(
         self, precision_map: PrecisionMap | None = None
@@ -177,11 +179,13 @@ class Policy(Trainable):
         """As `export`, for an engine that quantises for itself: of the experts `Experts.operands`."""
         yield from self._export(precision_map, Experts.operands)
 
-    def export_derived(self, precision_map: PrecisionMap | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+    def export_derived(
+        self, precision_map: PrecisionMap | None = None, layout: StoredLayout = StoredLayout.ROWS
+    ) -> Iterator[tuple[str, torch.Tensor]]:
         """What an engine derives from the exported tensors, by name; see `kernels.experts.derived_name`."""
         target = precision_map or self.precision_map
         for layer in range(self.architecture.layers):
-            for part, tensor in self._of_experts(layer, target, Experts.derived):
+            for part, tensor in self._of_experts(layer, target, partial(Experts.derived, layout=layout)):
                 yield derived_name(layer, part), tensor
 
     def expert_load(self) -> torch.Tensor | None:

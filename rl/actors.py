@@ -15,6 +15,7 @@ from rl.cluster import LOG_VARIABLE
 if TYPE_CHECKING:
     import torch
 
+    from kernels.experts import StoredLayout
     from learner.batch import TrainBatch
     from learner.config import CriticConfig, LearnerConfig, ObjectiveConfig
     from learner.policy import Scores
@@ -127,16 +128,18 @@ class LearnerActor(RankActor):
         return self.policy.supervised_step(tokens, lengths, loss_mask, lr=lr)
 
     @collective
-    def open_sender(self, precision_map: PrecisionMap, keep: bool, transport: str) -> None:
+    def open_sender(
+        self, precision_map: PrecisionMap, layout: StoredLayout, keep: bool, transport: str
+    ) -> None:
         """Before any sync: what samplers hold, and how it travels; see `rl.sync.sender.Sender`."""
         from rl.sync.follower import Follower
         from rl.sync.links import open_outlet
         from rl.sync.sender import Sender
 
-        self.follower = Follower(self.policy, precision_map) if self.rank else None
+        self.follower = Follower(self.policy, precision_map, layout) if self.rank else None
         if self.rank:
             return
-        self.sender = Sender(self.policy, precision_map, keep)
+        self.sender = Sender(self.policy, precision_map, keep, layout)
         self.outlet = open_outlet(transport)
 
     def open_link(self, members: Sequence[int], host: str, timeout_s: float) -> int:
@@ -319,6 +322,10 @@ class SamplerActor(Actor):
 
         self.inlet.close()
         self.inlet = GroupInlet(host, port, rank, size, timeout_s, self.device)
+
+    def expert_layout(self) -> StoredLayout:
+        """How experts must come in a weight sync."""
+        return self.receiver.holder.layout
 
     def held(self) -> Held:
         return self.receiver.held()

@@ -11,6 +11,7 @@ DTYPES = ("float32", "bfloat16")
 DEVICES = ("cpu", "cuda")
 SLEEPS = ("off", "keep", "discard")
 DRAWS = ("per_request", "batched")
+EXPERT_LAYOUTS = ("auto", "rows", "tiles")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +35,8 @@ class SamplerConfig:
     # While the learner works: stay awake (off), or free the cache and the weights, which wait in the host's memory
     # (keep) or are sent anew (discard).
     sleep: str = "off"
+    # Order of 4-bit weights: rows, tiles (`kernels.experts.StoredLayout`), or the one that the back end reads (auto).
+    expert_layout: str = "auto"
     stock: bool = False  # vLLM as it is, with its own expert layers; see `sampler.stock`
     threads: int = 0  # intra-operation threads of torch; 0 leaves torch's own choice
     # Random numbers of a response: from a generator of its own, as vLLM makes them, a call for each response and token
@@ -57,6 +60,7 @@ class SamplerConfig:
         check("kv_cache_gib", lambda v: 0 < v < math.inf, "must be positive and finite")
         check("sleep", lambda v: v in SLEEPS, f"must be one of {', '.join(SLEEPS)}")
         check("draws", lambda v: v in DRAWS, f"must be one of {', '.join(DRAWS)}")
+        check("expert_layout", lambda v: v in EXPERT_LAYOUTS, f"must be one of {', '.join(EXPERT_LAYOUTS)}")
         check("threads", lambda v: v >= 0, "must not be negative")
         check("seed", lambda v: 0 <= v < 2**32, "must lie in [0, 2**32)")
 

@@ -384,7 +384,7 @@ def _expert_settings(config: SamplerConfig, precision_map: PrecisionMap | None) 
     register()
     if precision_map is None:
         return {"load_format": LOAD_FORMAT, "hf_overrides": overrides}
-    overrides["quantization_config"] = quantization_config(precision_map)
+    overrides["quantization_config"] = quantization_config(precision_map, config.expert_layout)
     return {"load_format": LOAD_FORMAT, "quantization": METHOD, "hf_overrides": overrides}
 
 

@@ -52,6 +52,8 @@ def check_model(model_dir: Path, precision_map: PrecisionMap | None, config: Sam
         raise ValueError(
             f"{model_dir} has layers without experts, the sampler runs models with experts in all"
         )
+    if config.expert_layout == "tiles":
+        _check_tiles(model, model_dir, precision_map)
     if config.max_model_len > model["max_position_embeddings"]:
         raise ValueError(
             f"SamplerConfig.max_model_len={config.max_model_len} is more than max_position_embeddings="
@@ -72,6 +74,18 @@ def check_model(model_dir: Path, precision_map: PrecisionMap | None, config: Sam
         raise ValueError(
             f"SamplerConfig.kv_cache_gib={config.kv_cache_gib:.3g} must be at least {needed:.3g}: keys and"
             f" values of one sequence of max_model_len={config.max_model_len}"
+        )
+
+
+def _check_tiles(model: dict[str, Any], model_dir: Path, precision_map: PrecisionMap | None) -> None:
+    from kernels.experts import can_stand_in_tiles
+
+    ffn = model.get("moe_intermediate_size") or model.get("intermediate_size")
+    specs = () if precision_map is None else precision_map.layers
+    if not any(can_stand_in_tiles(model["hidden_size"], ffn, spec) for spec in specs):
+        raise ValueError(
+            f"SamplerConfig.expert_layout=tiles: no layer of {model_dir} can stand in tiles, which need 4-bit weights in"
+            f" blocks of 1x16 and widths of multiples of 128, got hidden_size={model['hidden_size']} and experts of {ffn}"
         )
 
 

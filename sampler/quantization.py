@@ -16,7 +16,7 @@ from vllm.model_executor.models.utils import extract_layer_index
 from vllm.model_executor.utils import set_weight_attrs
 
 from kernels import backends
-from kernels.experts import ExpertWeights
+from kernels.experts import ExpertWeights, StoredLayout
 from kernels.guard import NonFiniteGuard
 from kernels.precision_map import PrecisionMap
 from kernels.routing import sort_slots
@@ -28,27 +28,38 @@ METHOD = "minite"
 Tap = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor | None]
 
 
-def quantization_config(precision_map: PrecisionMap) -> dict[str, Any]:
-    """`precision_map` as the `quantization_config` of a model configuration."""
-    return {"quant_method": METHOD, **precision_map.to_dict()}
+def quantization_config(precision_map: PrecisionMap, expert_layout: str = "auto") -> dict[str, Any]:
+    """`precision_map` as the `quantization_config` of a model configuration. expert_layout: as in `SamplerConfig`."""
+    return {"quant_method": METHOD, "expert_layout": expert_layout, **precision_map.to_dict()}
 
 
 class MiniteConfig(QuantizationConfig):
     """Gives the experts of each layer the spec that the precision map names."""
 
-    def __init__(self, precision_map: PrecisionMap) -> None:
+    def __init__(self, precision_map: PrecisionMap, expert_layout: str = "auto") -> None:
         super().__init__()
         self.precision_map = precision_map
+        self.expert_layout = expert_layout
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> MiniteConfig:
         """The inverse of `quantization_config`. Raises ValueError when it holds anything else."""
-        return cls(PrecisionMap.from_dict({k: v for k, v in config.items() if k != "quant_method"}))
+        own = ("quant_method", "expert_layout")
+        precision_map = PrecisionMap.from_dict({k: v for k, v in config.items() if k not in own})
+        return cls(precision_map, config["expert_layout"])
+
+    def stored_layout(self, device: torch.device) -> StoredLayout:
+        """Of all layers that can stand in it: as configured, or tiles if a layer's back end on `device` reads these."""
+        if self.expert_layout != "auto":
+            return StoredLayout(self.expert_layout)
+        read = {backends.choose(spec, device).layout for spec in set(self.precision_map.layers)}
+        return StoredLayout.TILES if StoredLayout.TILES in read else StoredLayout.ROWS
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
         if isinstance(layer, RoutedExperts):
             index = extract_layer_index(prefix)
-            return ExpertMethod(layer.moe_config, self.precision_map.spec_for(index), index)
+            spec = self.precision_map.spec_for(index)
+            return ExpertMethod(layer.moe_config, spec, index, self.stored_layout)
         if isinstance(layer, LinearBase):
             return UnquantizedLinearMethod()
         return None
@@ -71,14 +82,21 @@ class MiniteConfig(QuantizationConfig):
 class ExpertMethod(FusedMoEMethodBase):
     """The experts of layer number `index`, computed under `spec` by the back end for their device.
 
-    The layer's parameters are the tensors of `weights`, the same storage. guard: to be checked before anything
+    The layer's parameters are the tensors of `weights`, the same storage. stored_layout: device -> their order. guard: to be checked before anything
     that `apply` computed is used. chosen: integer [T, k], the experts of the last `apply`, by descending coefficient.
     tap: sees every `apply`, and may replace its output; for a diagnosis.
     """
 
-    def __init__(self, moe: FusedMoEConfig, spec: ExecutionSpec, index: int) -> None:
+    def __init__(
+        self,
+        moe: FusedMoEConfig,
+        spec: ExecutionSpec,
+        index: int,
+        stored_layout: Callable[[torch.device], StoredLayout],
+    ) -> None:
         super().__init__(moe)
         self.spec = spec
+        self.stored_layout = stored_layout
         self.guard = NonFiniteGuard(index, moe.num_experts)
         self.weights: ExpertWeights | None = None  # once the checkpoint is loaded
         self.calls = 0  # of apply
@@ -115,7 +133,7 @@ class ExpertMethod(FusedMoEMethodBase):
         loaded = layer.w13_weight, layer.w2_weight
         if not all(weight.isfinite().all() for weight in loaded):
             raise ValueError(f"{layer.layer_name}: the checkpoint lacks experts, or they are not finite")
-        self.weights = backends.choose(self.spec, loaded[0].device).quantize(*loaded, self.spec)
+        self.weights = self._quantized(*loaded, self.spec)
         del layer.w13_weight, layer.w2_weight
         for part, tensor in self.weights.tensors().items():
             layer.register_parameter(part.replace(".", "_"), nn.Parameter(tensor, requires_grad=False))
@@ -169,7 +187,7 @@ class ExpertMethod(FusedMoEMethodBase):
 
     def hold(self, w13: torch.Tensor, w2: torch.Tensor, spec: ExecutionSpec) -> None:
         """Compute from here on under `spec`, with these master weights ([E, 2F, H] and [E, H, F])."""
-        self.weights = backends.choose(spec, w13.device).quantize(w13, w2, spec)
+        self.weights = self._quantized(w13, w2, spec)
         self.spec = spec
         self._prepared = None
 
@@ -182,6 +200,10 @@ class ExpertMethod(FusedMoEMethodBase):
         self.spec = spec
         self._prepared = None
         return True
+
+    def _quantized(self, w13: torch.Tensor, w2: torch.Tensor, spec: ExecutionSpec) -> ExpertWeights:
+        quantized = backends.choose(spec, w13.device).quantize(w13, w2, spec)
+        return quantized.in_layout(self.stored_layout(w13.device))
 
     @property
     def backend(self) -> str:

@@ -18,7 +18,7 @@ from safetensors import safe_open
 from torch import nn
 
 from kernels.catalogue import named_spec
-from kernels.experts import split_wire_name, wire_name
+from kernels.experts import StoredLayout, split_wire_name, wire_name
 from kernels.precision_map import PrecisionMap
 from kernels.spec import ExecutionSpec
 
@@ -45,6 +45,7 @@ class StockWeights:
         self.precision_map = precision_map
         self.version = 0
         self.closed: str | None = None
+        self.layout = StoredLayout.ROWS
         self._worker = worker
         self._names: dict[tuple[int, int, str], str] = {}  # layer, expert, matrix -> name on disk
         self._copy = self._read(model_dir, dtype)

@@ -11,7 +11,7 @@ from vllm.model_executor.layers.linear import QKVParallelLinear
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.models.utils import extract_layer_index
 
-from kernels.experts import derived_name, wire_name
+from kernels.experts import StoredLayout, derived_name, wire_name
 from kernels.precision_map import PrecisionMap
 from sampler.quantization import expert_methods
 from sampler.strict.model import strict_weights
@@ -54,8 +54,8 @@ def _module_views(prefix: str, module: nn.Module) -> Iterator[tuple[str, torch.T
 class LiveWeights:
     """The weights of a model, which a weight sync replaces in place: an `rl.sync.receiver.Holder`.
 
-    version: of what is held; 0 as loaded. closed: why nothing may be generated from it; None: it may. precision_map: of
-    its experts; a dense model has none.
+    version: of what is held; 0 as loaded. closed: why nothing may be generated from it; None: it may. precision_map,
+    layout: of its experts; a dense model has no map.
     """
 
     precision_map: PrecisionMap
@@ -66,6 +66,8 @@ class LiveWeights:
         self.version = 0
         self.closed: str | None = None
         self._methods = expert_methods(model)
+        held = {method.weights.layout for method in self._methods.values() if method.weights is not None}
+        self.layout = StoredLayout.TILES if StoredLayout.TILES in held else StoredLayout.ROWS
         self._views = weight_views(model)
         self._strict = list(strict_weights(model))
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from kernels.experts import ExpertWeights
+from kernels.experts import ExpertWeights, StoredLayout
 from kernels.guard import NonFiniteGuard
 from kernels.quantize import QuantizedTensor, stored_scales
 from kernels.quantizer_spec import ScaleDomain
@@ -34,11 +34,13 @@ class PreparedExperts:
     spec: ExecutionSpec
     w13: ExpertMatrix  # [E, 2F, H]
     w2: ExpertMatrix  # [E, H, F]
+    stored: frozenset[int]  # addresses of the stored tensors, of which some are read as they are
 
     def derived(self) -> dict[str, torch.Tensor]:
-        """As `kernels.reference.PreparedExperts.derived`."""
+        """As `kernels.reference.PreparedExperts.derived`: no tensor that is stored itself."""
         parts = {"w13": self.w13.derived(), "w2": self.w2.derived()}
-        return {f"{name}.{part}": tensor for name, own in parts.items() for part, tensor in own.items()}
+        made = {f"{name}.{part}": tensor for name, own in parts.items() for part, tensor in own.items()}
+        return {name: tensor for name, tensor in made.items() if tensor.data_ptr() not in self.stored}
 
 
 def check_spec(spec: ExecutionSpec) -> None:
@@ -83,17 +85,24 @@ def quantize(w13: torch.Tensor, w2: torch.Tensor, spec: ExecutionSpec) -> Expert
 def prepare(
     weights: ExpertWeights, spec: ExecutionSpec, *, compact: bool = False, native: bool = False
 ) -> PreparedExperts:
-    """Lay out `weights` for the native or the emulated products. compact: for the emulated ones, keep them in 4 bits
-    alone, and decode them in every call of many rows. Raises ValueError when they were stored under a spec of another
-    layout, and for a spec that the kernels do not compute.
+    """Lay out `weights` for the native or the emulated products; the latter read weights in tiles as they are.
+
+    compact: for the emulated ones, keep them in 4 bits alone, and decode them in every call of many rows. Raises
+    ValueError when they were stored under a spec of another layout, and for a spec that the kernels do not compute.
     """
     check_spec(spec)
     weights = ExpertWeights.from_tensors(weights.tensors(), spec)
-    matrices = []
-    for matrix in (weights.w13, weights.w2):
-        assert isinstance(matrix, QuantizedTensor)
-        matrices.append(ExpertMatrix.of(matrix, native=native, compact=compact))
-    return PreparedExperts(spec, *matrices)
+    matrices = [_matrix(weights, name, native, compact) for name in ("w13", "w2")]
+    return PreparedExperts(spec, *matrices, frozenset(t.data_ptr() for t in weights.stored.values()))
+
+
+def _matrix(weights: ExpertWeights, name: str, native: bool, compact: bool) -> ExpertMatrix:
+    if weights.layout is StoredLayout.TILES and not native:
+        parts = (weights.stored[f"{name}.{part}"] for part in ("words", "word_scales", "outer_scales"))
+        return ExpertMatrix.of_tiles(*parts, compact=compact)
+    matrix = weights.w13 if name == "w13" else weights.w2
+    assert isinstance(matrix, QuantizedTensor)
+    return ExpertMatrix.of(matrix, native=native, compact=compact)
 
 
 def forward(

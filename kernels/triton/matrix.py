@@ -11,7 +11,7 @@ import triton.language as tl
 from kernels.quantize import QuantizedTensor
 from kernels.swizzle import swizzle_128x4
 from kernels.triton.block import decode_word, join_words
-from kernels.triton.tiles import decode_tiles, fits_tiles, tiles_of
+from kernels.triton.tiles import TILE, decode_tiles, fits_tiles, tiles_of
 
 _BLOCK = 16
 _DECODED_AT_A_TIME = 256  # blocks
@@ -24,8 +24,8 @@ class ExpertMatrix:
     outer: float32 [E, N], the decode scale g of every feature
     decoded: float16 [E, N, K], code times block scale, exact; for the emulated grouped product; None where the matrix
         is compact: each such product then decodes `words`
-    words, word_scales: int32 [E*N*K/8] and uint8 [E*N*K/16], the order of `pack_tiles`; for the product of few
-        rows; None where N or K is no multiple of 128
+    words, word_scales: int32 and uint8, E*N*K/8 and E*N*K/16 of them in the order of `pack_tiles`; for the product of
+        few rows; None where N or K is no multiple of 128
     codes, block_scales: uint8 [E, N, K/2] and uint8 [E, bytes], swizzled; for the native product
     """
 
@@ -63,6 +63,19 @@ class ExpertMatrix:
             return cls(outer, shape, _decode(codes, scales, shape))
         decoded = None if compact else _decode(codes, scales, shape)
         return cls(outer, shape, decoded, *tiles_of(codes, scales, shape))
+
+    @classmethod
+    def of_tiles(
+        cls, words: torch.Tensor, word_scales: torch.Tensor, outer_scales: torch.Tensor, *, compact: bool = False
+    ) -> ExpertMatrix:
+        """From the tiles of `kernels.tiles`, which it keeps as they are, for the emulated products; outer_scales and
+        compact as in `of`.
+        """
+        experts, down, across, _ = words.shape
+        shape = (experts, down * TILE, across * TILE)
+        outer = outer_scales.expand(shape[:2]).contiguous()
+        decoded = None if compact else decode_tiles(words, word_scales, shape)
+        return cls(outer, shape, decoded, words, word_scales)
 
     def elements(self) -> torch.Tensor:
         """`decoded`; of a compact matrix anew in each call. Not for a native one."""

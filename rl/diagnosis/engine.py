@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from kernels import backends
-from kernels.experts import ExpertWeights
+from kernels.experts import ExpertWeights, StoredLayout
 from kernels.precision_map import PrecisionMap
 from kernels.probe import Shown, listening
 from kernels.report import EngineReport
@@ -59,7 +59,7 @@ class Given:
 class Trace:
     """What an engine computed from a `Given`.
 
-    weights: what it holds, `ExpertWeights.tensors`. stale: names of tensors that it uses in their place and that are
+    weights: what it holds, `ExpertWeights.tensors` in rows. stale: names of tensors that it uses in their place and that are
     not what its own back end makes of them now. operands: `FC1 input`, `FC2 input` as they were shown. fc1, swiglu,
     fc2: in grouped order; None where the back end does not show them. combined: [R, H].
     """
@@ -245,6 +245,7 @@ class Engine(ABC):
     def trace(self, layer: int, given: Given) -> Trace:
         """The layer on `given`, with everything that its back end shows."""
         weights, derived = self.held(layer)
+        rows = weights.in_layout(StoredLayout.ROWS)
         kernels, spec = self.kernels(layer), self.spec(layer)
         fresh = self.derived_anew(layer)
         stale = tuple(name for name, tensor in fresh.items() if not torch.equal(tensor, derived[name]))
@@ -254,7 +255,7 @@ class Engine(ABC):
         return Trace(
             spec,
             kernels.name,
-            {name: tensor.detach().cpu().clone() for name, tensor in weights.tensors().items()},
+            {name: tensor.detach().cpu().clone() for name, tensor in rows.tensors().items()},
             stale,
             {name: seen.operands[name] for name in ("FC1 input", "FC2 input") if name in seen.operands},
             seen.tensors.get("fc1"),

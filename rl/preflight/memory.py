@@ -10,10 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
-from kernels.experts import expert_layout
+from kernels.experts import can_stand_in_tiles, expert_layout
 from kernels.precision_map import PrecisionMap
-from kernels.quantizer_spec import BlockScaleFormat
+from kernels.quantizer_spec import BlockScaleFormat, ScaleDomain
 from kernels.spec import ExecutionSpec
+from kernels.tiles import TILE
 from learner.config import LearnerConfig
 from learner.families.architecture import Architecture
 from learner.layout import Layout
@@ -23,7 +24,6 @@ from sampler.config import SamplerConfig
 
 BYTES = {"float32": 4, "bfloat16": 2}
 CONTEXT = 2**30  # of a GPU process: CUDA context, loaded kernels, workspaces of cuBLAS and NCCL; an allowance
-_TILE = 128  # features, and elements, of a tile of packed words
 _LOGITS_AT_ONCE = (
     5  # logits, scaled logits, their log-softmax, and in backward its gradient and that of the logits
 )
@@ -52,12 +52,19 @@ class ExpertBytes:
 
 
 def expert_bytes(
-    model: Architecture, specs: PrecisionMap, backend: str, experts: int, *, compact: bool = False
+    model: Architecture,
+    specs: PrecisionMap,
+    backend: str,
+    experts: int,
+    *,
+    compact: bool = False,
+    layout: str = "auto",
 ) -> ExpertBytes:
     """Of `experts` experts in each layer of `specs`, on a machine whose back end for NVFP4 is `backend`. compact: as
-    samplers have them laid out (`kernels.triton.layer.prepare`).
+    samplers have them laid out (`kernels.triton.layer.prepare`). layout: as `SamplerConfig.expert_layout`.
     """
-    layouts = {spec: _layer_bytes(model, spec, backend, experts, compact) for spec in set(specs.layers)}
+    rows = layout == "rows"
+    layouts = {spec: _layer_bytes(model, spec, backend, experts, compact, rows) for spec in set(specs.layers)}
     return ExpertBytes(
         sum(layouts[spec].stored for spec in specs.layers),
         sum(layouts[spec].derived for spec in specs.layers),
@@ -78,7 +85,7 @@ def layer_backend(spec: ExecutionSpec, backend: str) -> str:
 
 
 def _layer_bytes(
-    model: Architecture, spec: ExecutionSpec, backend: str, experts: int, compact: bool
+    model: Architecture, spec: ExecutionSpec, backend: str, experts: int, compact: bool, rows: bool
 ) -> ExpertBytes:
     layout = expert_layout(experts, model.hidden, model.expert_ffn, spec)
     stored = sum(prod(shape) * dtype.itemsize for shape, dtype in layout.values())
@@ -93,17 +100,24 @@ def _layer_bytes(
         wide = spec.weight.block_scale_format is BlockScaleFormat.E8M0
         return ExpertBytes(stored, experts * sum((4 if wide else 2) * prod(matrix) for matrix in matrices))
     native = computed_by == "triton_native"
-    return ExpertBytes(stored, experts * sum(_laid_out(*matrix, native, compact) for matrix in matrices))
+    tiles = not native and not rows and can_stand_in_tiles(model.hidden, model.expert_ffn, spec)
+    of_rows = spec.weight.outer_domain is ScaleDomain.ROW
+    derived = 0
+    for features, width in matrices:
+        derived += _laid_out(features * width, features % TILE or width % TILE, native, tiles, compact)
+        derived += 0 if of_rows else 4 * features  # outer scales, repeated for every row
+    return ExpertBytes(stored, experts * derived)
 
 
-def _laid_out(features: int, width: int, native: bool, compact: bool) -> int:
-    """Of one expert's matrix; see `kernels.triton.matrix.ExpertMatrix.of`. A native one reads the stored codes."""
-    outer, elements = 4 * features, features * width
+def _laid_out(elements: int, ragged: object, native: bool, tiles: bool, compact: bool) -> int:
+    """Of one expert's matrix, beside its outer scales and what is stored; see `kernels.triton.matrix.ExpertMatrix`. A
+    native one reads the stored codes; stored tiles are read as they are. ragged: whether it does not fit tiles.
+    """
     if native:
-        return outer + elements // 16
-    if features % _TILE or width % _TILE:
-        return outer + 2 * elements
-    return outer + elements // 2 + elements // 16 + (0 if compact else 2 * elements)
+        return elements // 16
+    if ragged:
+        return 2 * elements
+    return (0 if tiles else elements // 2 + elements // 16) + (0 if compact else 2 * elements)
 
 
 def learner_memory(
@@ -201,7 +215,9 @@ def sampler_memory(
         + found.final_norm
         + found.layers * (found.layer.router + found.layer.norms)
     )
-    experts = expert_bytes(model, specs, backend, model.experts // tensor, compact=True)
+    experts = expert_bytes(
+        model, specs, backend, model.experts // tensor, compact=True, layout=config.expert_layout
+    )
     travelling = 2 * found.experts // tensor if operands else experts.stored
     standing = {
         "weights outside the experts": outside,

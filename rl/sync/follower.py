@@ -6,15 +6,18 @@ Where processes share a model, rank 0 has the sender. Every rank iterates over t
 
 from __future__ import annotations
 
+from kernels.experts import StoredLayout
 from kernels.precision_map import PrecisionMap
-from rl.sync.sender import Named, Source, chosen_codec, manifest_and_cut
+from rl.sync.sender import Named, Source, chosen_codec, exported, manifest_and_cut
 
 
 class Follower:
     """The calls of `rl.sync.sender.Sender`, in the same order. They give nothing."""
 
-    def __init__(self, source: Source, precision_map: PrecisionMap) -> None:
-        self._source, self._map = source, precision_map
+    def __init__(
+        self, source: Source, precision_map: PrecisionMap, layout: StoredLayout = StoredLayout.ROWS
+    ) -> None:
+        self._source, self._map, self._layout = source, precision_map, layout
         self._stream: Named = iter(())
         self._cut: list[list[str]] | None = None  # None: what is sent comes from the sender's copy
         self._operands = False
@@ -22,9 +25,9 @@ class Follower:
 
     def open(self, codec: str, bucket_bytes: int) -> None:
         chosen = chosen_codec(codec)
-        export = self._source.export_operands if chosen.operands else self._source.export
-        self._stream, self._operands, self._next_chunk = export(self._map), chosen.operands, 0
-        _, self._cut = manifest_and_cut(self._source, self._map, chosen, bucket_bytes)
+        self._stream = exported(self._source, self._map, self._layout, chosen)
+        self._operands, self._next_chunk = chosen.operands, 0
+        _, self._cut = manifest_and_cut(self._source, self._map, self._layout, chosen, bucket_bytes)
 
     def open_kept(self) -> None:
         self._cut = None
@@ -41,8 +44,8 @@ class Follower:
         if self._cut is None:
             return
         if self._operands:
-            _drain(self._source.export(self._map))
-        _drain(self._source.export_derived(self._map))
+            _drain(self._source.export(self._map, self._layout))
+        _drain(self._source.export_derived(self._map, self._layout))
 
     def abort(self) -> None:
         self._stream, self._cut = iter(()), None

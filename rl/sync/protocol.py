@@ -33,6 +33,7 @@ from math import prod
 import torch
 
 from kernels.digest import byte_view, fast_digests
+from kernels.experts import StoredLayout
 
 ALIGNMENT = 16  # bytes; every piece of a payload starts at a multiple of it
 
@@ -96,8 +97,8 @@ class Held:
 class Announcement:
     """What `begin` says.
 
-    session: of this sync alone. fingerprint: of the precision map under which experts were quantised. codec: a name in
-    `rl.sync.codecs`. manifest: the tensors that the receiver shall hold afterwards. base: the content that the
+    session: of this sync alone. fingerprint: of the precision map under which experts were quantised. layout: the order
+    of their 4-bit weights (`kernels.experts.StoredLayout`). codec: a name in `rl.sync.codecs`. manifest: the tensors that the receiver shall hold afterwards. base: the content that the
     pieces change, by `Held.root`; None for whole tensors. chunks: how many follow. bucket_bytes: most bytes of tensors
     in a chunk of more than one.
     """
@@ -110,6 +111,7 @@ class Announcement:
     base: str | None
     chunks: int
     bucket_bytes: int
+    layout: StoredLayout = StoredLayout.ROWS
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 
 from kernels.digest import fast_digests
+from kernels.experts import StoredLayout
 from kernels.precision_map import PrecisionMap
 from rl.sync.codecs import CODECS
 from rl.sync.codecs.base import Codec
@@ -34,6 +35,7 @@ class Holder(Protocol):
     """What a receiver keeps up to date: a model in an engine (`sampler.weights.LiveWeights`)."""
 
     precision_map: PrecisionMap
+    layout: StoredLayout  # of its experts' 4-bit weights: how they must come
     version: int
     closed: str | None  # why nothing may be generated; None: it may
 
@@ -117,6 +119,10 @@ class Receiver:
         if said.fingerprint != own:
             raise RefusedError(
                 f"{what} was made under precision map {said.fingerprint}, this sampler runs under {own}"
+            )
+        if said.layout is not self.holder.layout:
+            raise RefusedError(
+                f"{what} was laid out in {said.layout}, this sampler holds its experts in {self.holder.layout}"
             )
         codec = CODECS.get(said.codec)
         if codec is None:

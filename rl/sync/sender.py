@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 
 from kernels.digest import fast_digest
-from kernels.experts import split_wire_name
+from kernels.experts import StoredLayout, split_wire_name
 from kernels.precision_map import PrecisionMap
 from rl.sync.codecs import CODECS
 from rl.sync.codecs.base import WHOLE, Codec
@@ -32,14 +32,23 @@ Named = Iterator[tuple[str, torch.Tensor]]
 
 
 class Source(Protocol):
-    """Whose weights are sent: `learner.policy.Policy`. All under a precision map, that of the receivers."""
+    """Whose weights are sent: `learner.policy.Policy`. All under a precision map and in a layout of 4-bit weights, those
+    of the receivers.
+    """
 
     def export_layout(
-        self, precision_map: PrecisionMap
+        self, precision_map: PrecisionMap, layout: StoredLayout
     ) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]: ...
-    def export(self, precision_map: PrecisionMap) -> Named: ...
+    def export(self, precision_map: PrecisionMap, layout: StoredLayout) -> Named: ...
     def export_operands(self, precision_map: PrecisionMap) -> Named: ...
-    def export_derived(self, precision_map: PrecisionMap) -> Named: ...
+    def export_derived(self, precision_map: PrecisionMap, layout: StoredLayout) -> Named: ...
+
+
+def exported(source: Source, precision_map: PrecisionMap, layout: StoredLayout, codec: Codec) -> Named:
+    """What travels by `codec`."""
+    if codec.operands:
+        return source.export_operands(precision_map)
+    return source.export(precision_map, layout)
 
 
 @dataclass(frozen=True)
@@ -90,12 +99,18 @@ class _Export:
 class Sender:
     """One sync at a time: `open`, `chunk` as often as announced, `close` or `abort`.
 
-    keep: whether to hold a copy of what was sent last, as large as what a sampler holds. A delta, and a sampler that is
+    layout: of 4-bit weights, as the receivers hold them. keep: whether to hold a copy of what was sent last, as large as what a sampler holds. A delta, and a sampler that is
     to be brought to a version that the source has left since, need it.
     """
 
-    def __init__(self, source: Source, precision_map: PrecisionMap, keep: bool) -> None:
-        self._source, self._map, self._keep = source, precision_map, keep
+    def __init__(
+        self,
+        source: Source,
+        precision_map: PrecisionMap,
+        keep: bool,
+        layout: StoredLayout = StoredLayout.ROWS,
+    ) -> None:
+        self._source, self._map, self._keep, self._layout = source, precision_map, keep, layout
         self._kept: _Kept | None = None
         self._keeping: dict[str, torch.Tensor] = {}  # valid while `_kept` is not, and the other way round
         self._export: _Export | None = None
@@ -122,9 +137,9 @@ class Sender:
                 f"weights version {version}: content {base} is not what was kept, {self.kept_root}"
             )
         chosen = chosen_codec(codec)
-        export = self._source.export_operands if chosen.operands else self._source.export
+        stream = exported(self._source, self._map, self._layout, chosen)
         kept = self._kept.tensors if self._kept is not None else {}
-        self._begin(session, version, chosen, bucket_bytes, export(self._map), base, kept, from_kept=False)
+        self._begin(session, version, chosen, bucket_bytes, stream, base, kept, from_kept=False)
         if self._kept is not None:
             self._kept, self._keeping = None, kept  # written over as the sync goes on
         assert self._export is not None
@@ -183,7 +198,7 @@ class Sender:
         if export.next_chunk != said.chunks:
             raise ProtocolError(f"{export.next_chunk} of {said.chunks} chunks were made: not done yet")
         if export.codec.operands:
-            for name, tensor in self._source.export(self._map):
+            for name, tensor in self._source.export(self._map, self._layout):
                 with _timed(export.seconds, "attest"):
                     export.scalars[name] = fast_digest(tensor)
                 self._remember(name, tensor)
@@ -212,16 +227,18 @@ class Sender:
         kept: Mapping[str, torch.Tensor],
         from_kept: bool,
     ) -> None:
-        manifest, cut = manifest_and_cut(self._source, self._map, codec, bucket_bytes)
+        manifest, cut = manifest_and_cut(self._source, self._map, self._layout, codec, bucket_bytes)
         fingerprint = self._map.fingerprint
-        said = Announcement(session, version, fingerprint, codec.name, manifest, base, len(cut), bucket_bytes)
+        said = Announcement(
+            session, version, fingerprint, codec.name, manifest, base, len(cut), bucket_bytes, self._layout
+        )
         self._export = _Export(said, codec, cut, stream, kept if base is not None else {}, from_kept)
 
     def _digests(self, export: _Export) -> dict[str, int]:
         if export.from_kept:
             assert self._kept is not None
             return self._kept.digests
-        for name, tensor in self._source.export_derived(self._map):
+        for name, tensor in self._source.export_derived(self._map, self._layout):
             export.scalars[name] = fast_digest(tensor)
         if not export.scalars:
             return export.digests
@@ -250,12 +267,12 @@ class Sender:
 
 
 def manifest_and_cut(
-    source: Source, precision_map: PrecisionMap, codec: Codec, bucket_bytes: int
+    source: Source, precision_map: PrecisionMap, layout: StoredLayout, codec: Codec, bucket_bytes: int
 ) -> tuple[Manifest, list[list[str]]]:
     """What receivers shall hold, and the names of what travels in each chunk."""
-    layout = source.export_layout(precision_map)
+    entries = source.export_layout(precision_map, layout).items()
     manifest: Manifest = {
-        name: TensorSpec(str(dtype).removeprefix("torch."), shape) for name, (shape, dtype) in layout.items()
+        name: TensorSpec(str(dtype).removeprefix("torch."), shape) for name, (shape, dtype) in entries
     }
     return manifest, buckets(codec.travels(manifest, precision_map.layers), bucket_bytes)
 

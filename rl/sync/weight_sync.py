@@ -32,7 +32,8 @@ class SamplerLost(Exception):
 class WeightSync:
     """Brings every sampler to the learner's weights.
 
-    learner, samplers: the actors (`rl.actors`). precision_map: what the samplers hold.
+    learner, samplers: the actors (`rl.actors`). precision_map: what the samplers hold. Raises ValueError for samplers that
+    hold 4-bit weights in different layouts.
     """
 
     def __init__(
@@ -48,7 +49,11 @@ class WeightSync:
         self._samplers: dict[int, Remote] = dict(enumerate(samplers))
         self._lost: list[int] = []
         self._linked: list[int] | None = None  # who is in the transport's group
-        learner.open_sender(precision_map, config.keep, config.transport)
+        layouts = self._all(list(self._samplers), "expert_layout")
+        if len(set(layouts.values())) > 1:
+            held = ", ".join(f"sampler {index}: {layout}" for index, layout in layouts.items())
+            raise ValueError(f"samplers must hold experts in one layout, got {held}")
+        learner.open_sender(precision_map, next(iter(layouts.values())), config.keep, config.transport)
 
     def report(self) -> EngineReport:
         layers = len(self.precision_map.layers)

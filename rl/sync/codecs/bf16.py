@@ -11,7 +11,7 @@ from typing import ClassVar
 
 import torch
 
-from kernels.experts import ExpertWeights, operand_layout, split_wire_name, wire_name
+from kernels.experts import ExpertWeights, StoredLayout, operand_layout, split_wire_name, wire_name
 from kernels.spec import ExecutionSpec
 from rl.sync.codecs.base import Encoded, Staged, check_whole, whole, write_whole
 from rl.sync.protocol import Manifest, Piece, TensorSpec
@@ -57,5 +57,7 @@ class Bf16:
                 )
         for layer, operands in layers.items():
             weights = ExpertWeights.quantize(operands["w13.weight"], operands["w2.weight"], specs[layer])
+            held = StoredLayout.TILES if wire_name(layer, "w13.words") in live else StoredLayout.ROWS
+            weights = weights.in_layout(held)
             for part, tensor in weights.tensors().items():
                 live[wire_name(layer, part)].copy_(tensor)

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from kernels.catalogue import named_spec
-from kernels.experts import ExpertWeights
+from kernels.experts import ExpertWeights, StoredLayout
 from kernels.precision_map import PrecisionMap
-from kernels.triton.matrix import ExpertMatrix
+from kernels.triton.layer import prepare
 from learner.config import LearnerConfig, ObjectiveConfig
 from learner.families.architecture import Architecture
 from learner.initialize import initialize
@@ -145,26 +145,30 @@ def test_bytes_of_a_sync_are_those_of_the_export(folder: Path, dtype: str, spec:
     assert sync_bytes(own.architecture, own.precision_map, dtype, "bf16").total == operands
 
 
+@pytest.mark.parametrize("name", ["minite", "minite_expert"])
 @pytest.mark.parametrize("compact", [False, True])
-@pytest.mark.parametrize("ffn", [128, 64])
-def test_what_the_emulated_kernels_lay_out(ffn: int, compact: bool):
-    """`ExpertMatrix.of` runs in Triton's interpreter here. A width of 64 makes no tiles."""
-    spec, generator = named_spec("minite"), torch.Generator().manual_seed(0)
+@pytest.mark.parametrize(("ffn", "layout"), [(128, "auto"), (128, "rows"), (64, "auto")])
+def test_what_the_emulated_kernels_lay_out(ffn: int, layout: str, compact: bool, name: str):
+    """Triton's interpreter runs here. A width of 64 makes no tiles."""
+    spec, generator = named_spec(name), torch.Generator().manual_seed(0)
     shapes = ((1, 2 * ffn, 128), (1, 128, ffn))
     w13, w2 = (torch.randn(shape, generator=generator).bfloat16() for shape in shapes)
-    weights = ExpertWeights.quantize(w13, w2, spec)
+    asked = StoredLayout.ROWS if layout == "rows" else StoredLayout.TILES
+    weights = ExpertWeights.quantize(w13, w2, spec).in_layout(asked)
     model = Architecture(
         layers=1, hidden=128, heads=1, kv_heads=1, head_dim=128, experts=1, experts_per_token=1, expert_ffn=ffn,
         vocab=16, max_positions=16, rope_theta=1.0, norm_eps=1e-6, tied_embeddings=False, qk_norm=False,
         renormalize_router=False,
     )  # fmt: skip
-    predicted = expert_bytes(model, PrecisionMap((spec,)), "triton_emulated", 1, compact=compact)
-    laid_out = [
-        ExpertMatrix.of(matrix, native=False, compact=compact) for matrix in (weights.w13, weights.w2)
-    ]
-    tensors = [tensor for matrix in laid_out for tensor in matrix.tensors()]
-    assert predicted.derived == sum(t.numel() * t.element_size() for t in tensors)
-    assert predicted.stored == sum(t.numel() * t.element_size() for t in weights.tensors().values())
+    predicted = expert_bytes(
+        model, PrecisionMap((spec,)), "triton_emulated", 1, compact=compact, layout=layout
+    )
+    prepared = prepare(weights, spec, compact=compact)
+    stored = {t.data_ptr(): t for t in weights.tensors().values()}
+    tensors = [tensor for matrix in (prepared.w13, prepared.w2) for tensor in matrix.tensors()]
+    derived = [tensor for tensor in tensors if tensor.data_ptr() not in stored]
+    assert predicted.derived == sum(t.numel() * t.element_size() for t in derived)
+    assert predicted.stored == sum(t.numel() * t.element_size() for t in stored.values())
 
 
 def test_a_sampler_of_two_ranks_holds_half_of_what_is_split(folder: Path):

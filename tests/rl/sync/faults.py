@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from kernels.experts import StoredLayout
 from rl.sync.protocol import (
     Chunk,
     ProtocolError,
@@ -22,19 +23,23 @@ from rl.sync.sender import Sender
 from tests.rl.sync.worlds import MAP, Learner, Model, copied, equal, sync, wanted
 
 CODECS = ("packed", "delta", "bf16")
+LAYOUTS = tuple(StoredLayout)
 LIMIT = 1000
 
 
 class World:
     """A receiver that was synced to version 1, and a sync of version 2 begun with all its chunks made."""
 
-    def __init__(self, codec: str = "packed", step: float = 1e-2) -> None:
-        self.learner, self.model = Learner(), Model()
-        self.sender, self.receiver = Sender(self.learner, MAP, keep=True), Receiver(self.model)
+    def __init__(
+        self, codec: str = "packed", step: float = 1e-2, layout: StoredLayout = StoredLayout.ROWS
+    ) -> None:
+        self.learner, self.model = Learner(layout=layout), Model(layout=layout)
+        self.sender = Sender(self.learner, MAP, keep=True, layout=layout)
+        self.receiver = Receiver(self.model)
         sync(self.sender, self.receiver, 1)
         self.old = self.model.everything()
         self.learner.step(step)
-        self.new = wanted(self.learner)
+        self.new = wanted(self.learner, layout)
         base = self.sender.kept_root if codec == "delta" else None
         self.said = self.sender.open("two", 2, codec, LIMIT, base)
         self.chunks = [copied(self.sender.chunk()) for _ in range(self.said.chunks)]

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from kernels.digest import fast_digest
+from kernels.experts import StoredLayout
 from rl.sync.protocol import (
     Announcement,
     AttestationError,
@@ -25,13 +26,14 @@ from rl.sync.protocol import (
     make_chunk,
     open_chunk,
 )
-from tests.rl.sync.faults import CHUNKS, CODECS, LIMIT, World, encoded_as, huge, sealed
+from tests.rl.sync.faults import CHUNKS, CODECS, LAYOUTS, LIMIT, World, encoded_as, huge, sealed
 from tests.rl.sync.worlds import MAP, equal
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("codec", CODECS)
-def test_a_sync_brings_exactly_the_senders_content(codec: str) -> None:
-    world = World(codec)
+def test_a_sync_brings_exactly_the_senders_content(codec: str, layout: StoredLayout) -> None:
+    world = World(codec, layout=layout)
     assert world.said.chunks > 5
     world.begin()
     world.deliver()
@@ -40,6 +42,7 @@ def test_a_sync_brings_exactly_the_senders_content(codec: str) -> None:
     world.finish()
     assert equal(world.model.everything(), world.new)
     assert memory == {name: tensor.data_ptr() for name, tensor in world.model.tensors().items()}
+    assert any(name.endswith(".words") for name in memory) == (layout is StoredLayout.TILES)
 
 
 def without(name: str) -> Callable[[Announcement], dict[str, Any]]:
@@ -52,6 +55,10 @@ ANNOUNCEMENTS: list[tuple[Callable[[Announcement], dict[str, Any]], str]] = [
     (
         lambda said: {"fingerprint": "0" * 16},
         f"precision map {'0' * 16}, this sampler runs under {MAP.fingerprint}",
+    ),
+    (
+        lambda said: {"layout": StoredLayout.TILES},
+        "version 2 was laid out in tiles, this sampler holds its experts in rows",
     ),
     (lambda said: {"codec": "zip"}, "unknown codec 'zip'; there are packed, delta, bf16"),
     (without("odd"), "do not fit this model: odd is missing"),
@@ -80,9 +87,10 @@ def test_announcements_that_do_not_fit_are_refused(
     world.assert_untouched()
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("fault", CHUNKS)
-def test_chunks_that_are_wrong_are_refused_and_stage_nothing(fault: str) -> None:
-    world = World()
+def test_chunks_that_are_wrong_are_refused_and_stage_nothing(fault: str, layout: StoredLayout) -> None:
+    world = World(layout=layout)
     make, error, message = CHUNKS[fault]
     world.begin()
     world.deliver(0)

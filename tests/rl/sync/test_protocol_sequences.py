@@ -10,13 +10,14 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from kernels.experts import StoredLayout
 from rl.sync.protocol import (
     ProtocolError,
     RefusedError,
     State,
     attest,
 )
-from tests.rl.sync.faults import CHUNKS, CODECS, World, sealed
+from tests.rl.sync.faults import CHUNKS, CODECS, LAYOUTS, World, sealed
 from tests.rl.sync.worlds import equal
 
 
@@ -25,9 +26,9 @@ class AnySequence(RuleBasedStateMachine):
     whole, and the very one that the version says.
     """
 
-    @initialize(codec=st.sampled_from(CODECS))
-    def start(self, codec: str) -> None:
-        self.worlds = {"a": World(codec), "b": World(codec, step=0.1)}
+    @initialize(codec=st.sampled_from(CODECS), layout=st.sampled_from(LAYOUTS))
+    def start(self, codec: str, layout: StoredLayout) -> None:
+        self.worlds = {"a": World(codec, layout=layout), "b": World(codec, step=0.1, layout=layout)}
         self.worlds["b"].said = replace(self.worlds["b"].said, session="b", version=3)
         self.model, self.receiver = self.worlds["a"].model, self.worlds["a"].receiver
         self.worlds["a"].said = replace(self.worlds["a"].said, session="a")

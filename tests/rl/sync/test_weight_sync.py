@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from kernels.experts import StoredLayout
 from rl.actors import LearnerActor, SamplerActor
 from rl.cluster import ActorDied
 from rl.config import SyncConfig
@@ -83,9 +84,10 @@ def learner_actor(learner: Learner) -> LearnerActor:
     return actor
 
 
-def sampler_actor(seed: int) -> SamplerActor:
+def sampler_actor(seed: int, layout: StoredLayout = StoredLayout.ROWS) -> SamplerActor:
     actor = SamplerActor.__new__(SamplerActor)
-    actor.receiver, actor.inlet, actor.device = Receiver(Model(seed)), RayInlet(), torch.device("cpu")
+    actor.receiver, actor.inlet = Receiver(Model(seed, layout)), RayInlet()
+    actor.device = torch.device("cpu")
     actor.ready = lambda: True  # type: ignore[method-assign]
     actor.generate = lambda *share: (seed, *share)  # type: ignore[method-assign,assignment]
     actor.rest = Rest(SimpleNamespace(sleep=bool, wake_weights=int, wake_cache=int), actor.receiver, False)
@@ -94,11 +96,15 @@ def sampler_actor(seed: int) -> SamplerActor:
 
 class World:
     def __init__(
-        self, samplers: int = 2, faults: dict[int, dict[str, str]] | None = None, **config: Any
+        self,
+        samplers: int = 2,
+        faults: dict[int, dict[str, str]] | None = None,
+        layout: StoredLayout = StoredLayout.ROWS,
+        **config: Any,
     ) -> None:
-        self.learner = Learner()
+        self.learner, self.layout = Learner(layout=layout), layout
         faults = faults or {}
-        self.samplers = [Local(sampler_actor(50 + i), **faults.get(i, {})) for i in range(samplers)]
+        self.samplers = [Local(sampler_actor(50 + i, layout), **faults.get(i, {})) for i in range(samplers)]
         self.remote = Local(learner_actor(self.learner))
         config = {"codec": "delta", **config}
         self.sync = WeightSync(self.remote, self.samplers, MAP, SyncConfig(**config))
@@ -107,23 +113,26 @@ class World:
         return self.samplers[index].actor.receiver.holder
 
     def all_hold(self, version: int, *indices: int) -> bool:
-        want = wanted(self.learner)
+        want = wanted(self.learner, self.layout)
         models = [self.model(index) for index in indices or range(len(self.samplers))]
         return all((m.version, m.closed) == (version, None) and equal(m.everything(), want) for m in models)
 
 
+@pytest.mark.parametrize("layout", list(StoredLayout))
 @pytest.mark.parametrize("codec", ["packed", "delta", "bf16"])
-def test_every_sampler_gets_every_version_and_the_metrics_are_in_the_table(codec: str) -> None:
-    world = World(3, codec=codec)
+def test_every_sampler_gets_every_version_and_the_metrics_are_in_the_table(
+    codec: str, layout: StoredLayout
+) -> None:
+    world = World(3, layout=layout, codec=codec)
     for version in (1, 2, 3):
         world.learner.step()
         metrics = world.sync.sync(version)
         assert world.all_hold(version)
         assert metrics.keys() <= METRICS.keys()
-        assert metrics["sync/tensors"] == len(world.learner.export_layout(MAP))
+        assert metrics["sync/tensors"] == len(world.learner.export_layout(MAP, layout))
         assert min(metrics.values()) >= 0
-    layout = world.learner.export_layout(MAP).values()
-    held = sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in layout)
+    entries = world.learner.export_layout(MAP, layout).values()
+    held = sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in entries)
     if codec == "packed":
         assert metrics["sync/bytes"] == held
     if codec == "delta":
@@ -131,6 +140,13 @@ def test_every_sampler_gets_every_version_and_the_metrics_are_in_the_table(codec
         assert 0 < metrics["sync/changed_share"] < 0.3
     else:
         assert "sync/changed_share" not in metrics
+
+
+def test_samplers_of_different_layouts_are_refused() -> None:
+    world = World(1)
+    others = [*world.samplers, Local(sampler_actor(60, StoredLayout.TILES))]
+    with pytest.raises(ValueError, match="in one layout, got sampler 0: rows, sampler 1: tiles"):
+        WeightSync(world.remote, others, MAP, SyncConfig())
 
 
 def test_unchanged_weights_cost_a_delta_nothing() -> None:

@@ -7,27 +7,32 @@ from collections.abc import Iterator
 import torch
 
 from kernels.catalogue import named_spec
-from kernels.experts import ExpertWeights, derived_name, expert_layout, wire_name
+from kernels.experts import ExpertWeights, StoredLayout, derived_name, expert_layout, wire_name
 from kernels.precision_map import PrecisionMap
 from kernels.reference import prepare
 from rl.sync.protocol import Chunk, attest
 from rl.sync.receiver import Receiver
 from rl.sync.sender import Sender, Sent
 
-EXPERTS, HIDDEN, FFN = 2, 32, 16
+EXPERTS = 2
+WIDTHS = {StoredLayout.ROWS: (32, 16), StoredLayout.TILES: (128, 128)}  # hidden, FFN; in tiles multiples of 128
 MAP = PrecisionMap.resolve(2, named_spec("minite"), last_layers_bf16=1)
 OUTSIDE = {"model.embed_tokens.weight": (7, 32), "model.norm.weight": (32,), "odd": (3,)}
 Named = Iterator[tuple[str, torch.Tensor]]
 
 
 class Learner:
-    """An `rl.sync.sender.Source`. step: every weight moves by about `size` of itself, one in `every`."""
+    """An `rl.sync.sender.Source`, of a model that can stand in `layout`. step: every weight moves by about `size` of
+    itself, one in `every`.
+    """
 
-    def __init__(self, seed: int = 0) -> None:
+    def __init__(self, seed: int = 0, layout: StoredLayout = StoredLayout.ROWS) -> None:
+        self.hidden, self.ffn = WIDTHS[layout]
         self._generator = torch.Generator().manual_seed(seed)
         self.outside = {name: self._normal(*shape) for name, shape in OUTSIDE.items()}
         self.masters = [
-            (self._normal(EXPERTS, 2 * FFN, HIDDEN), self._normal(EXPERTS, HIDDEN, FFN)) for _ in MAP.layers
+            (self._normal(EXPERTS, 2 * self.ffn, self.hidden), self._normal(EXPERTS, self.hidden, self.ffn))
+            for _ in MAP.layers
         ]
         self.quantised = 0
 
@@ -36,16 +41,18 @@ class Learner:
             hit = torch.rand(tensor.shape, generator=self._generator) < 1 / every
             tensor += hit * size * self._normal(*tensor.shape) * tensor.abs()
 
-    def export_layout(self, precision_map: PrecisionMap) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        layout = {name: (tuple(shape), torch.float32) for name, shape in OUTSIDE.items()}
+    def export_layout(
+        self, precision_map: PrecisionMap, layout: StoredLayout = StoredLayout.ROWS
+    ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        found = {name: (tuple(shape), torch.float32) for name, shape in OUTSIDE.items()}
         for layer, spec in enumerate(precision_map.layers):
-            for part, entry in expert_layout(EXPERTS, HIDDEN, FFN, spec).items():
-                layout[wire_name(layer, part)] = entry
-        return layout
+            for part, entry in expert_layout(EXPERTS, self.hidden, self.ffn, spec, layout).items():
+                found[wire_name(layer, part)] = entry
+        return found
 
-    def export(self, precision_map: PrecisionMap) -> Named:
+    def export(self, precision_map: PrecisionMap, layout: StoredLayout = StoredLayout.ROWS) -> Named:
         yield from self.outside.items()
-        for layer, weights in enumerate(self._weights(precision_map)):
+        for layer, weights in enumerate(self._weights(precision_map, layout)):
             for part, tensor in weights.tensors().items():
                 yield wire_name(layer, part), tensor
 
@@ -55,14 +62,14 @@ class Learner:
             for part, tensor in zip(("w13", "w2"), masters, strict=True):
                 yield wire_name(layer, f"{part}.weight"), tensor.bfloat16()
 
-    def export_derived(self, precision_map: PrecisionMap) -> Named:
-        for layer, weights in enumerate(self._weights(precision_map)):
+    def export_derived(self, precision_map: PrecisionMap, layout: StoredLayout = StoredLayout.ROWS) -> Named:
+        for layer, weights in enumerate(self._weights(precision_map, layout)):
             for part, tensor in prepare(weights, weights.spec).derived().items():
                 yield derived_name(layer, part), tensor
 
-    def _weights(self, precision_map: PrecisionMap) -> Iterator[ExpertWeights]:
+    def _weights(self, precision_map: PrecisionMap, layout: StoredLayout) -> Iterator[ExpertWeights]:
         for masters, spec in zip(self.masters, precision_map.layers, strict=True):
-            yield ExpertWeights.quantize(*masters, spec)
+            yield ExpertWeights.quantize(*masters, spec).in_layout(layout)
 
     def _normal(self, *shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=self._generator)
@@ -73,11 +80,11 @@ class Model:
 
     precision_map = MAP
 
-    def __init__(self, seed: int = 99) -> None:
-        self.version = 0
+    def __init__(self, seed: int = 99, layout: StoredLayout = StoredLayout.ROWS) -> None:
+        self.version, self.layout = 0, layout
         self.closed: str | None = None
-        start = Learner(seed)
-        self._live = {name: tensor.clone() for name, tensor in start.export(MAP)}
+        start = Learner(seed, layout)
+        self._live = {name: tensor.clone() for name, tensor in start.export(MAP, layout)}
         self.derived = self.refresh()
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -104,9 +111,10 @@ def equal(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool
     )
 
 
-def wanted(learner: Learner) -> dict[str, torch.Tensor]:
+def wanted(learner: Learner, layout: StoredLayout = StoredLayout.ROWS) -> dict[str, torch.Tensor]:
     """What a sampler must hold, stored and derived."""
-    return {name: t.clone() for name, t in (*learner.export(MAP), *learner.export_derived(MAP))}
+    exported = (*learner.export(MAP, layout), *learner.export_derived(MAP, layout))
+    return {name: tensor.clone() for name, tensor in exported}
 
 
 def copied(chunk: Chunk) -> Chunk:
