@@ -20,10 +20,19 @@ import torch
 
 from kernels import autograd, reference
 from kernels.experts import ExpertWeights, StoredLayout
+from kernels.routing import sort_slots
 from kernels.spec import ExecutionSpec
 
 NAMES = ("reference", "triton_emulated", "triton_native")
 _NATIVE, _EMULATED = ((10, 0), (10, 3)), ((9, 0),)
+
+
+def _sort_slots(
+    ids: torch.Tensor, coefficients: torch.Tensor, places: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    if places is not None:
+        raise ValueError("CUDA graphs need expert layers by the Triton kernels, the reference waits for the device")
+    return sort_slots(ids, coefficients)
 
 
 @dataclass(frozen=True)
@@ -32,7 +41,8 @@ class ExpertKernels:
 
     quantize: as `ExpertWeights.quantize`; prepare, forward: as in `kernels.reference`, prepare with a keyword `compact`
     for an engine that has to spare memory rather than time; expert_layer: as in `kernels.autograd`. layout: the order of
-    weights that `forward` reads as it is, without a copy in another one.
+    weights that `forward` reads as it is, without a copy in another one. sort_slots: as
+    `kernels.triton.slot_order.sort_slots`; where experts cannot be told of rows that are no tokens, ValueError for these.
     """
 
     name: str
@@ -41,6 +51,7 @@ class ExpertKernels:
     forward: Callable[..., torch.Tensor]
     expert_layer: Callable[..., torch.Tensor]
     layout: StoredLayout = StoredLayout.ROWS
+    sort_slots: Callable[..., tuple[torch.Tensor, torch.Tensor]] = _sort_slots
 
 
 def _prepare_reference(weights: ExpertWeights, spec: ExecutionSpec, *, compact: bool = False) -> Any:
@@ -49,7 +60,11 @@ def _prepare_reference(weights: ExpertWeights, spec: ExecutionSpec, *, compact: 
 
 
 REFERENCE = ExpertKernels(
-    "reference", ExpertWeights.quantize, _prepare_reference, reference.forward, autograd.expert_layer
+    "reference",
+    ExpertWeights.quantize,
+    _prepare_reference,
+    reference.forward,
+    autograd.expert_layer,
 )
 
 
@@ -82,7 +97,7 @@ def _choose(spec: ExecutionSpec, device: torch.device, name: str | None) -> Expe
         raise ValueError(
             f"expert layers under {spec.name!r} on {device} need the package triton; ask for `reference`"
         )
-    from kernels.triton import layer
+    from kernels.triton import layer, slot_order
 
     try:
         layer.check_spec(spec)
@@ -108,6 +123,7 @@ def _choose(spec: ExecutionSpec, device: torch.device, name: str | None) -> Expe
         layer.forward,
         layer.expert_layer,
         StoredLayout.ROWS if chosen == "triton_native" else StoredLayout.TILES,
+        slot_order.sort_slots,
     )
     return _said(kernels, spec, device, f"compute capability {capability[0]}.{capability[1]}")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +17,7 @@ from kernels.precision_map import PrecisionMap
 from kernels.report import EngineReport, names
 from sampler.config import SamplerConfig, SamplingConfig
 from sampler.environment import vllm_environment
+from sampler.graphs import eagerly, graph_settings
 from sampler.model_check import BLOCK_SIZE, check_model
 
 if TYPE_CHECKING:
@@ -30,7 +31,10 @@ if TYPE_CHECKING:
 
 # The size of the cache is given in bytes. This is the share of the memory that vLLM wants to find free at its start,
 # where a learner may be on the same GPU.
-_ON_A_GPU = {"gpu_memory_utilization": 0.01}
+_ON_A_GPU = {
+    "gpu_memory_utilization": 0.01,
+    "enable_flashinfer_autotune": False,  # minutes at the start, for kernels that are not used here
+}
 
 
 @dataclass(frozen=True)
@@ -103,10 +107,10 @@ class Sampler:
                 enable_prefix_caching=config.prefix_caching,
                 block_size=BLOCK_SIZE,
                 enable_chunked_prefill=config.chunked_prefill,
-                enforce_eager=True,
                 enable_sleep_mode=config.sleep != "off" and self._frees,
                 logprobs_mode="processed_logprobs",
                 seed=config.seed,
+                **graph_settings(config.cuda_graph_sizes),
                 **(_ON_A_GPU if config.device == "cuda" else {}),
                 **_expert_settings(config, precision_map),
             )
@@ -183,7 +187,7 @@ class Sampler:
         ]
         repeated = [prompt for prompt, own in zip(prompts, seeds, strict=True) for _ in own]
         recording = self._recorder.recording(self._model) if sampling.return_routes else nullcontext()
-        with recording:
+        with recording, self._eagerly() if sampling.return_routes else nullcontext():
             outputs = self._run(repeated, params)
         routes = self._routes(outputs) if sampling.return_routes else {}
         responses = iter([self._completion(output, routes.get(output.request_id)) for output in outputs])
@@ -262,8 +266,11 @@ class Sampler:
     ) -> None:
         """From here on the experts compute under another map. masters: layer -> its master weights, w13 and w2.
 
-        For a diagnosis, which compares many specs: `weights` no longer names what the experts compute with.
+        For a diagnosis, which compares many specs: `weights` no longer names what the experts compute with. Raises
+        ValueError for an engine with CUDA graphs, which go on computing what they were captured with.
         """
+        if self.config.cuda_graph_sizes:
+            raise ValueError("SamplerConfig.cuda_graph_sizes must be empty: another spec needs steps that are launched")
         for layer, method in self._experts.items():
             spec = precision_map.spec_for(layer)
             if method.spec != spec and not method.hold_as_they_are(spec):
@@ -276,7 +283,7 @@ class Sampler:
         from sampler.taps import tapped
 
         first = self._llm.request_counter.counter
-        with tapped(self._model, self._runner, self._experts, taps, first):
+        with self._eagerly(), tapped(self._model, self._runner, self._experts, taps, first):
             yield
 
     def router_weight(self, layer: int) -> torch.Tensor:
@@ -339,6 +346,9 @@ class Sampler:
             yield
         finally:
             setattr(processor, name, 1.0)
+
+    def _eagerly(self) -> AbstractContextManager[None]:
+        return eagerly(self._runner) if self.config.cuda_graph_sizes else nullcontext()
 
     def _check_sequences(self, sequences: Sequence[Sequence[int]], name: str, room: int) -> None:
         limit = self.config.max_model_len - room

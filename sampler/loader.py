@@ -70,6 +70,9 @@ class RouterMethod(LiveLinearMethod):
     """Router logits in FP32 whatever the model's type: experts are chosen by their order."""
 
     def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        if x.is_cuda and x.dtype is layer.weight.dtype is torch.bfloat16 and bias is None:
+            # Products of BF16 numbers are exact in FP32, in which they are summed: nothing need be widened first.
+            return torch.mm(x, layer.weight.t(), out_dtype=torch.float32)
         return F.linear(x.float(), layer.weight.float(), bias)
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,8 +20,9 @@ from kernels import backends
 from kernels.experts import ExpertWeights, StoredLayout
 from kernels.guard import NonFiniteGuard
 from kernels.precision_map import PrecisionMap
-from kernels.routing import sort_slots
 from kernels.spec import ExecutionSpec
+from sampler.graphs import captured_places
+from sampler.loading import IncomingExperts, shape_only
 
 METHOD = "minite"
 
@@ -84,6 +86,7 @@ class ExpertMethod(FusedMoEMethodBase):
 
     The layer's parameters are the tensors of `weights`, the same storage. stored_layout: device -> their order. guard: to be checked before anything
     that `apply` computed is used. chosen: integer [T, k], the experts of the last `apply`, by descending coefficient.
+    Steps that are replayed as CUDA graphs do not call it.
     tap: sees every `apply`, and may replace its output; for a diagnosis.
     """
 
@@ -103,6 +106,7 @@ class ExpertMethod(FusedMoEMethodBase):
         self.chosen = torch.empty(0, moe.experts_per_token, dtype=torch.int64)
         self.tap: Tap | None = None
         self._prepared: Any = None
+        self._backend: tuple[ExecutionSpec, backends.ExpertKernels] | None = None
 
     def create_weights(
         self,
@@ -113,27 +117,32 @@ class ExpertMethod(FusedMoEMethodBase):
         params_dtype: torch.dtype,
         **extra_weight_attrs: Any,
     ) -> None:
-        """What vLLM's weight loader fills from the checkpoint, expert by expert."""
+        """What vLLM's weight loader fills from the checkpoint, expert by expert; quantised when all have come."""
         ffn = intermediate_size_per_partition
         shapes = {
             "w13_weight": (num_experts, 2 * ffn, hidden_size),
             "w2_weight": (num_experts, hidden_size, ffn),
         }
-        for name, shape in shapes.items():
-            # The loader does not notice an expert that the checkpoint lacks; NaN does not go unseen.
-            weight = nn.Parameter(torch.full(shape, torch.nan, dtype=params_dtype), requires_grad=False)
+        made = {
+            name: nn.Parameter(shape_only(shape, params_dtype), requires_grad=False)
+            for name, shape in shapes.items()
+        }
+        load = extra_weight_attrs.pop("weight_loader")
+        self._incoming = IncomingExperts(layer.layer_name, made, load, partial(self._take, layer.layer_name))
+        for name, weight in made.items():
             layer.register_parameter(name, weight)
-            set_weight_attrs(weight, extra_weight_attrs)
+            set_weight_attrs(weight, {**extra_weight_attrs, "weight_loader": self._incoming})
+
+    def _take(self, layer: str, loaded: Mapping[str, torch.Tensor]) -> None:
+        """Raises ValueError for weights that are not finite, or that the spec cannot hold."""
+        if not all(weight.isfinite().all() for weight in loaded.values()):
+            raise ValueError(f"{layer}: the checkpoint holds experts that are not finite")
+        self.weights = self._quantized(loaded["w13_weight"], loaded["w2_weight"], self.spec)
 
     def process_weights_after_loading(self, layer: RoutedExperts) -> None:
-        """Put the weights under the spec in the place of those loaded.
-
-        Raises ValueError for weights that are missing or not finite, or that the spec cannot hold.
-        """
-        loaded = layer.w13_weight, layer.w2_weight
-        if not all(weight.isfinite().all() for weight in loaded):
-            raise ValueError(f"{layer.layer_name}: the checkpoint lacks experts, or they are not finite")
-        self.weights = self._quantized(*loaded, self.spec)
+        """Put the weights under the spec in the place of those loaded. Raises ValueError for experts that are missing."""
+        self._incoming.close()
+        assert self.weights is not None
         del layer.w13_weight, layer.w2_weight
         for part, tensor in self.weights.tensors().items():
             layer.register_parameter(part.replace(".", "_"), nn.Parameter(tensor, requires_grad=False))
@@ -174,7 +183,8 @@ class ExpertMethod(FusedMoEMethodBase):
     ) -> torch.Tensor:
         """x [T, H], float32 [T, k], integer [T, k] -> [T, H] in x.dtype."""
         self.calls += 1
-        ids, coefficients = sort_slots(topk_ids, topk_weights)
+        places = captured_places(len(x)) if x.is_cuda else None
+        ids, coefficients = self._kernels().sort_slots(topk_ids, topk_weights, places)
         self.chosen = ids
         output = self.compute(x, ids, coefficients)
         replaced = None if self.tap is None else self.tap(x, ids, coefficients, output)
@@ -211,8 +221,12 @@ class ExpertMethod(FusedMoEMethodBase):
         return self._kernels().name
 
     def _kernels(self) -> backends.ExpertKernels:
-        assert self.weights is not None, "the checkpoint is not loaded"
-        return backends.choose(self.spec, next(iter(self.weights.tensors().values())).device)
+        # Kept: `choose` hashes the spec, which takes longer than a small launch.
+        if self._backend is None or self._backend[0] is not self.spec:
+            assert self.weights is not None, "the checkpoint is not loaded"
+            device = next(iter(self.weights.tensors().values())).device
+            self._backend = self.spec, backends.choose(self.spec, device)
+        return self._backend[1]
 
     def get_fused_moe_quant_config(self, layer: RoutedExperts) -> None:
         return None

@@ -46,19 +46,25 @@ MakeSampler = Callable[..., Sampler]
 StartSampler = Callable[..., Sampler]
 
 
+def qwen_config(**changes: Any) -> Qwen3MoeConfig:
+    return Qwen3MoeConfig(
+        **{
+            **_COMMON,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 32,
+            "norm_topk_prob": True,
+            "tie_word_embeddings": False,
+            **changes,
+        }
+    )
+
+
 def build(family: str, seed: int) -> PreTrainedModel:
     """An untied Qwen3-MoE or a tied Mixtral, float32, its norms moved away from one."""
     torch.manual_seed(seed)
     if family == "qwen3_moe":
-        qwen = Qwen3MoeConfig(
-            **_COMMON,
-            num_experts=8,
-            num_experts_per_tok=3,
-            moe_intermediate_size=32,
-            norm_topk_prob=True,
-            tie_word_embeddings=False,
-        )
-        model: PreTrainedModel = Qwen3MoeForCausalLM(qwen)
+        model: PreTrainedModel = Qwen3MoeForCausalLM(qwen_config())
     else:
         mixtral = MixtralConfig(
             **_COMMON, num_local_experts=4, intermediate_size=48, tie_word_embeddings=True

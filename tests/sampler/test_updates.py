@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from kernels.digest import fast_digests
-from kernels.experts import ExpertWeights, derived_name, wire_name
+from kernels.experts import ExpertWeights, StoredLayout, derived_name, wire_name
 from kernels.precision_map import PrecisionMap
 from kernels.reference import prepare
 from rl.sync.codecs.base import live_bytes, whole
@@ -36,10 +36,13 @@ CODES = "model.layers.0.experts.w13.codes"
 Tensors = dict[str, torch.Tensor]
 
 
-def announcement(sampler: Sampler, tensors: Tensors, chunks: int) -> Announcement:
+def announcement(
+    sampler: Sampler, tensors: Tensors, chunks: int, layout: StoredLayout | None = None
+) -> Announcement:
+    """layout: of the sampler unless another is given."""
     fingerprint = sampler.precision_map.fingerprint
-    version = sampler.version + 1
-    return Announcement("s", version, fingerprint, "packed", manifest_of(tensors), None, chunks, 2**30)
+    version, layout = sampler.version + 1, layout or sampler.weights.layout
+    return Announcement("s", version, fingerprint, "packed", manifest_of(tensors), None, chunks, 2**30, layout)
 
 
 def chunk_of(tensors: Tensors, number: int) -> Chunk:
