@@ -30,8 +30,10 @@ _NATIVE, _EMULATED = ((10, 0), (10, 3)), ((9, 0),)
 def _sort_slots(
     ids: torch.Tensor, coefficients: torch.Tensor, places: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    if places is not None:
-        raise ValueError("CUDA graphs need expert layers by the Triton kernels, the reference waits for the device")
+    if places is not None and torch.cuda.is_current_stream_capturing():
+        raise ValueError(
+            "a CUDA graph has rows without tokens, which this back end of experts does not leave out"
+        )
     return sort_slots(ids, coefficients)
 
 
@@ -40,9 +42,9 @@ class ExpertKernels:
     """The functions of one back end. What `prepare` gives goes to `forward` and `expert_layer` of the same one.
 
     quantize: as `ExpertWeights.quantize`; prepare, forward: as in `kernels.reference`, prepare with a keyword `compact`
-    for an engine that has to spare memory rather than time; expert_layer: as in `kernels.autograd`. layout: the order of
-    weights that `forward` reads as it is, without a copy in another one. sort_slots: as
-    `kernels.triton.slot_order.sort_slots`; where experts cannot be told of rows that are no tokens, ValueError for these.
+    for an engine that has to spare memory rather than time; expert_layer: as in `kernels.autograd`. layout: the order
+    of weights that `forward` reads as it is, without a copy in another one. sort_slots: as
+    `kernels.triton.slot_order.sort_slots`, or without leaving out rows, which is then refused in a CUDA graph.
     """
 
     name: str

@@ -158,9 +158,9 @@ class ExpertWeights:
                 words, scales = _to_tiles(matrix.codes, matrix.block_scales)
                 stored |= {f"{name}.words": words, f"{name}.word_scales": scales}
             else:
-                scales = stored_scales(matrix, self.spec.weight)
-                assert scales is not None
-                stored |= {f"{name}.codes": matrix.codes, f"{name}.block_scales": scales}
+                in_order = stored_scales(matrix, self.spec.weight)
+                assert in_order is not None
+                stored |= {f"{name}.codes": matrix.codes, f"{name}.block_scales": in_order}
             if matrix.outer_scales is not None:
                 stored[f"{name}.outer_scales"] = matrix.outer_scales
         return ExpertWeights(stored, self.spec)
@@ -186,8 +186,8 @@ class ExpertWeights:
         if quantizer is None:
             return self.stored[f"{name}.weight"]
         if f"{name}.words" in self.stored:
-            codes, scales = from_tiles(self.stored[f"{name}.words"], self.stored[f"{name}.word_scales"])
-            return QuantizedTensor(codes, scales, self.stored.get(f"{name}.outer_scales"))
+            in_rows = from_tiles(self.stored[f"{name}.words"], self.stored[f"{name}.word_scales"])
+            return QuantizedTensor(*in_rows, self.stored.get(f"{name}.outer_scales"))
         codes, scales = self.stored[f"{name}.codes"], self.stored.get(f"{name}.block_scales")
         if scales is not None:
             rows, width = codes.shape[1], codes.shape[2] * _codes_per_byte(quantizer)
@@ -203,7 +203,9 @@ def operand_layout(
     """
     shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
     for name in _MATRICES:
-        widest = next(stored[key] for part in ("weight", "codes", "words") if (key := f"{name}.{part}") in stored)
+        widest = next(
+            stored[key] for part in ("weight", "codes", "words") if (key := f"{name}.{part}") in stored
+        )
         shapes[f"{name}.weight"] = (_elements_shape(widest, spec), TORCH_TYPE[spec.operand])
     return shapes
 

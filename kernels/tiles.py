@@ -1,10 +1,10 @@
 """4-bit weights in tiles of 128 features by 128 elements, in plain PyTorch: a permutation of codes and block scales.
 
-The order is the one that `kernels.triton.tiles.pack_tiles` defines, where tensor cores of 16-bit operands want it. A tile
-is 2048 words of eight codes, int32 [2, 2, 4, 8, 4, 4]: word (a, b, w, r, c, d) holds, of row 64a + 16w + r and of the one
-eight below it, the bytes c and c + 4 of block 4b + d. Codes keep their magnitudes where they stand; the sign of code i
-goes to bit 8i + 7, that of code 4 + i to bit 8i + 3. Scales of a tile: uint8 [2, 2, 4, 8, 4, 2], (a, b, w, r, d, half) is
-that of row 64a + 16w + 8 half + r and block 4b + d.
+The order is the one that `kernels.triton.tiles.pack_tiles` defines, as tensor cores with 16-bit operands want it. A
+tile is 2048 words of eight codes, int32 [2, 2, 4, 8, 4, 4]: word (a, b, w, r, c, d) holds, of row 64a + 16w + r and of
+the one eight below it, the bytes c and c + 4 of block 4b + d. Codes keep their magnitudes where they stand; the sign of
+code i goes to bit 8i + 7, that of code 4 + i to bit 8i + 3. Scales of a tile: uint8 [2, 2, 4, 8, 4, 2], of which (a, b,
+w, r, d, half) belongs to row 64a + 16w + 8 half + r and block 4b + d.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ def from_tiles(words: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor,
     """The inverse of `to_tiles`."""
     experts, down, across, _ = words.shape
     shape = experts, down * TILE
-    bytes_ = _signs_back(words.contiguous()).view(torch.uint8).view(experts, down, across, 2, 2, 4, 8, 4, 4, 2, 2)
+    bytes_ = (
+        _signs_back(words.contiguous()).view(torch.uint8).view(experts, down, across, 2, 2, 4, 8, 4, 4, 2, 2)
+    )
     codes = bytes_.permute(0, 1, 3, 5, 9, 6, 2, 4, 8, 10, 7).reshape(*shape, across * TILE // 2)
     ordered = scales.contiguous().view(experts, down, across, 2, 2, 4, 8, 4, 2)
     return codes, ordered.permute(0, 1, 3, 5, 8, 6, 2, 4, 7).reshape(*shape, across * TILE // 16)

@@ -166,11 +166,15 @@ class Experts(MegatronModule):
         kernels = self._kernels(spec)
         return kernels.quantize(self.weight1, self.weight2, spec).in_layout(kernels.layout)
 
-    def stored(self, spec: ExecutionSpec, layout: StoredLayout = StoredLayout.ROWS) -> dict[str, torch.Tensor]:
+    def stored(
+        self, spec: ExecutionSpec, layout: StoredLayout = StoredLayout.ROWS
+    ) -> dict[str, torch.Tensor]:
         """The tensors of `quantized(spec)`, in another layout if that is asked for."""
         return self.quantized(spec).in_layout(layout).tensors()
 
-    def derived(self, spec: ExecutionSpec, layout: StoredLayout = StoredLayout.ROWS) -> dict[str, torch.Tensor]:
+    def derived(
+        self, spec: ExecutionSpec, layout: StoredLayout = StoredLayout.ROWS
+    ) -> dict[str, torch.Tensor]:
         """What an engine under `spec` derives from `stored(spec, layout)`: `derived` of what the back end prepares."""
         weights = self.quantized(spec)
         asked = weights.in_layout(layout)

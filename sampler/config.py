@@ -38,8 +38,8 @@ class SamplerConfig:
     # Order of 4-bit weights: rows, tiles (`kernels.experts.StoredLayout`), or the one that the back end reads (auto).
     expert_layout: str = "auto"
     stock: bool = False  # vLLM as it is, with its own expert layers; see `sampler.stock`
-    # Numbers of sequences for which decoding steps are captured as CUDA graphs; steps of up to that many are replayed, of
-    # more, and without any, launched kernel by kernel. Needs cuda.
+    # Numbers of sequences for which decoding steps are captured as CUDA graphs. Steps of up to the largest are
+    # replayed; others are launched kernel by kernel. Needs cuda.
     cuda_graph_sizes: tuple[int, ...] = ()
     threads: int = 0  # intra-operation threads of torch; 0 leaves torch's own choice
     # Random numbers of a response: from a generator of its own, as vLLM makes them, a call for each response and token
@@ -64,11 +64,15 @@ class SamplerConfig:
         check("sleep", lambda v: v in SLEEPS, f"must be one of {', '.join(SLEEPS)}")
         check("draws", lambda v: v in DRAWS, f"must be one of {', '.join(DRAWS)}")
         check("expert_layout", lambda v: v in EXPERT_LAYOUTS, f"must be one of {', '.join(EXPERT_LAYOUTS)}")
-        sizes = "must be numbers of sequences from 1 to max_num_seqs, in ascending order, and need device=cuda"
+        sizes = (
+            "must be numbers of sequences from 1 to max_num_seqs, in ascending order, and need device=cuda"
+        )
         check(
             "cuda_graph_sizes",
-            lambda v: list(v) == sorted({n for n in v if 1 <= n <= self.max_num_seqs})
-            and (not v or self.device == "cuda"),
+            lambda v: (
+                list(v) == sorted({n for n in v if 1 <= n <= self.max_num_seqs})
+                and (not v or self.device == "cuda")
+            ),
             sizes,
         )
         check("threads", lambda v: v >= 0, "must not be negative")

@@ -270,7 +270,9 @@ class Sampler:
         ValueError for an engine with CUDA graphs, which go on computing what they were captured with.
         """
         if self.config.cuda_graph_sizes:
-            raise ValueError("SamplerConfig.cuda_graph_sizes must be empty: another spec needs steps that are launched")
+            raise ValueError(
+                "SamplerConfig.cuda_graph_sizes must be empty: another spec needs steps that are launched"
+            )
         for layer, method in self._experts.items():
             spec = precision_map.spec_for(layer)
             if method.spec != spec and not method.hold_as_they_are(spec):

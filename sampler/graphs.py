@@ -22,18 +22,21 @@ def graph_settings(sizes: Sequence[int]) -> dict[str, Any]:
     return {"enforce_eager": False, "compilation_config": compilation}
 
 
-def captured_places(rows: int) -> torch.Tensor | None:
-    """int64 [rows], the cache slots of a step that is being captured, negative in rows that hold no token when it is
-    replayed; None when nothing is being captured. In a graph for more sequences than there are, the other rows hold what
-    was in their memory before.
-    """
-    if not torch.cuda.is_current_stream_capturing():
-        return None
-    from vllm.forward_context import get_forward_context
+def token_places(rows: int) -> torch.Tensor | None:
+    """int64 [rows], the cache slots of the tokens of the step under way; negative in rows that hold none. None where
+    vLLM names no slots (while it measures memory).
 
-    places = next(iter(get_forward_context().slot_mapping.values()))
-    assert places.shape == (rows,), (tuple(places.shape), rows)
-    return places
+    In a graph for more sequences than there are, the other rows hold what was in their memory before. Asked in steps
+    that are launched, too, so that a capture is not the first to need a kernel.
+    """
+    from vllm.forward_context import get_forward_context, is_forward_context_available
+
+    slots = get_forward_context().slot_mapping if is_forward_context_available() else {}
+    places = next(iter(slots.values()), None) if isinstance(slots, dict) else None
+    if places is not None and len(places) == rows:
+        return places
+    assert not torch.cuda.is_current_stream_capturing(), "vLLM does not say which rows of a graph hold tokens"
+    return None
 
 
 @contextmanager

@@ -48,7 +48,9 @@ class IncomingExperts:
     ) -> Any:
         """As vLLM's. Raises ValueError for a matrix that came before."""
         if (expert_id, shard_id) not in self._missing:
-            raise ValueError(f"{self._layer}: {shard_id} of expert {expert_id} came twice, or is one too many")
+            raise ValueError(
+                f"{self._layer}: {shard_id} of expert {expert_id} came twice, or is one too many"
+            )
         assert self._load is not None and self._complete is not None
         if not self._holds:
             for own in self._parameters.values():
@@ -66,8 +68,9 @@ class IncomingExperts:
         """Nothing comes any more. Raises ValueError, naming the first of them, when matrices did not come."""
         if self._missing:
             expert, name = min(self._missing)
+            count = len(self._missing)
             raise ValueError(
-                f"{self._layer}: the checkpoint lacks experts: {name} of expert {expert}, of {len(self._missing)} matrices"
+                f"{self._layer}: the checkpoint lacks experts: {name} of expert {expert}, of {count} matrices"
             )
         # vLLM keeps what it knows of a parameter, this loader too, for as long as the layer lives: which it would then
         # do for ever.

@@ -84,8 +84,9 @@ def _check_tiles(model: dict[str, Any], model_dir: Path, precision_map: Precisio
     specs = () if precision_map is None else precision_map.layers
     if not any(can_stand_in_tiles(model["hidden_size"], ffn, spec) for spec in specs):
         raise ValueError(
-            f"SamplerConfig.expert_layout=tiles: no layer of {model_dir} can stand in tiles, which need 4-bit weights in"
-            f" blocks of 1x16 and widths of multiples of 128, got hidden_size={model['hidden_size']} and experts of {ffn}"
+            f"SamplerConfig.expert_layout=tiles: no layer of {model_dir} can stand in tiles, which need 4-bit weights"
+            " in blocks of 1x16 and widths of multiples of 128, got"
+            f" hidden_size={model['hidden_size']} and experts of {ffn}"
         )
 
 

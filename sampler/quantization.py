@@ -21,7 +21,7 @@ from kernels.experts import ExpertWeights, StoredLayout
 from kernels.guard import NonFiniteGuard
 from kernels.precision_map import PrecisionMap
 from kernels.spec import ExecutionSpec
-from sampler.graphs import captured_places
+from sampler.graphs import token_places
 from sampler.loading import IncomingExperts, shape_only
 
 METHOD = "minite"
@@ -84,10 +84,10 @@ class MiniteConfig(QuantizationConfig):
 class ExpertMethod(FusedMoEMethodBase):
     """The experts of layer number `index`, computed under `spec` by the back end for their device.
 
-    The layer's parameters are the tensors of `weights`, the same storage. stored_layout: device -> their order. guard: to be checked before anything
-    that `apply` computed is used. chosen: integer [T, k], the experts of the last `apply`, by descending coefficient.
-    Steps that are replayed as CUDA graphs do not call it.
-    tap: sees every `apply`, and may replace its output; for a diagnosis.
+    The layer's parameters are the tensors of `weights`, the same storage. stored_layout: device -> their order. guard:
+    to be checked before anything that `apply` computed is used. chosen: integer [T, k], the experts of the last
+    `apply`, by descending coefficient. tap: sees every `apply`, and may replace its output; for a diagnosis. A step
+    that is replayed as a CUDA graph does not call `apply`.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class ExpertMethod(FusedMoEMethodBase):
         self.weights = self._quantized(loaded["w13_weight"], loaded["w2_weight"], self.spec)
 
     def process_weights_after_loading(self, layer: RoutedExperts) -> None:
-        """Put the weights under the spec in the place of those loaded. Raises ValueError for experts that are missing."""
+        """Put the weights under the spec in the place of those loaded. Raises ValueError for missing experts."""
         self._incoming.close()
         assert self.weights is not None
         del layer.w13_weight, layer.w2_weight
@@ -183,8 +183,9 @@ class ExpertMethod(FusedMoEMethodBase):
     ) -> torch.Tensor:
         """x [T, H], float32 [T, k], integer [T, k] -> [T, H] in x.dtype."""
         self.calls += 1
-        places = captured_places(len(x)) if x.is_cuda else None
-        ids, coefficients = self._kernels().sort_slots(topk_ids, topk_weights, places)
+        kernels = self._kernels()
+        places = token_places(len(x)) if x.is_cuda else None
+        ids, coefficients = kernels.sort_slots(topk_ids, topk_weights, places)
         self.chosen = ids
         output = self.compute(x, ids, coefficients)
         replaced = None if self.tap is None else self.tap(x, ids, coefficients, output)

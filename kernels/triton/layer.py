@@ -92,8 +92,8 @@ def prepare(
     """
     check_spec(spec)
     weights = ExpertWeights.from_tensors(weights.tensors(), spec)
-    matrices = [_matrix(weights, name, native, compact) for name in ("w13", "w2")]
-    return PreparedExperts(spec, *matrices, frozenset(t.data_ptr() for t in weights.stored.values()))
+    w13, w2 = (_matrix(weights, name, native, compact) for name in ("w13", "w2"))
+    return PreparedExperts(spec, w13, w2, frozenset(t.data_ptr() for t in weights.stored.values()))
 
 
 def _matrix(weights: ExpertWeights, name: str, native: bool, compact: bool) -> ExpertMatrix:

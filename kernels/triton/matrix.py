@@ -66,7 +66,12 @@ class ExpertMatrix:
 
     @classmethod
     def of_tiles(
-        cls, words: torch.Tensor, word_scales: torch.Tensor, outer_scales: torch.Tensor, *, compact: bool = False
+        cls,
+        words: torch.Tensor,
+        word_scales: torch.Tensor,
+        outer_scales: torch.Tensor,
+        *,
+        compact: bool = False,
     ) -> ExpertMatrix:
         """From the tiles of `kernels.tiles`, which it keeps as they are, for the emulated products; outer_scales and
         compact as in `of`.

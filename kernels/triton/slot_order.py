@@ -14,8 +14,8 @@ def sort_slots(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As `kernels.routing.sort_slots`, without gradients; NaN counts as the largest coefficient.
 
-    ids: int32 or int64 [T, k]; coefficients: float32 [T, k]. places: int64 [T], negative for rows that are no tokens: their
-    slots get the id -1, which no expert has, and the coefficient 0.
+    ids: int32 or int64 [T, k]; coefficients: float32 [T, k]. places: int64 [T], negative for rows that are no tokens:
+    their slots get the id -1, which no expert has, and the coefficient 0.
     """
     ids, coefficients = ids.contiguous(), coefficients.detach().contiguous()
     tokens, k = ids.shape

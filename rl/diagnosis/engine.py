@@ -59,9 +59,9 @@ class Given:
 class Trace:
     """What an engine computed from a `Given`.
 
-    weights: what it holds, `ExpertWeights.tensors` in rows. stale: names of tensors that it uses in their place and that are
-    not what its own back end makes of them now. operands: `FC1 input`, `FC2 input` as they were shown. fc1, swiglu,
-    fc2: in grouped order; None where the back end does not show them. combined: [R, H].
+    weights: what it holds, `ExpertWeights.tensors` in rows. stale: names of tensors that it uses in their place and
+    that are not what its own back end makes of them now. operands: `FC1 input`, `FC2 input` as they were shown. fc1,
+    swiglu, fc2: in grouped order; None where the back end does not show them. combined: [R, H].
     """
 
     spec: ExecutionSpec

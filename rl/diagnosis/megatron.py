@@ -108,4 +108,5 @@ class MegatronEngine(Engine):
 
     def held(self, layer: int) -> tuple[ExpertWeights, Mapping[str, torch.Tensor]]:
         experts = self.policy.model.experts()[layer]
-        return experts.quantized(experts.execution_spec), experts.derived(experts.execution_spec)
+        weights = experts.quantized(experts.execution_spec)
+        return weights, experts.derived(experts.execution_spec, weights.layout)

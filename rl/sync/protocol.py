@@ -98,9 +98,9 @@ class Announcement:
     """What `begin` says.
 
     session: of this sync alone. fingerprint: of the precision map under which experts were quantised. layout: the order
-    of their 4-bit weights (`kernels.experts.StoredLayout`). codec: a name in `rl.sync.codecs`. manifest: the tensors that the receiver shall hold afterwards. base: the content that the
-    pieces change, by `Held.root`; None for whole tensors. chunks: how many follow. bucket_bytes: most bytes of tensors
-    in a chunk of more than one.
+    of their 4-bit weights. codec: a name in `rl.sync.codecs`. manifest: the tensors that the receiver shall hold
+    afterwards. base: the content that the pieces change, by `Held.root`; None for whole tensors. chunks: how many
+    follow. bucket_bytes: most bytes of tensors in a chunk of more than one.
     """
 
     session: str

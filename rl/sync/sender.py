@@ -32,8 +32,8 @@ Named = Iterator[tuple[str, torch.Tensor]]
 
 
 class Source(Protocol):
-    """Whose weights are sent: `learner.policy.Policy`. All under a precision map and in a layout of 4-bit weights, those
-    of the receivers.
+    """Whose weights are sent: `learner.policy.Policy`. All under a precision map and in a layout of 4-bit weights,
+    those of the receivers.
     """
 
     def export_layout(
@@ -99,8 +99,9 @@ class _Export:
 class Sender:
     """One sync at a time: `open`, `chunk` as often as announced, `close` or `abort`.
 
-    layout: of 4-bit weights, as the receivers hold them. keep: whether to hold a copy of what was sent last, as large as what a sampler holds. A delta, and a sampler that is
-    to be brought to a version that the source has left since, need it.
+    layout: of 4-bit weights, as the receivers hold them. keep: whether to hold a copy of what was sent last, as large
+    as what a sampler holds. A delta, and a sampler that is to be brought to a version that the source has left since,
+    need it.
     """
 
     def __init__(

@@ -32,8 +32,8 @@ class SamplerLost(Exception):
 class WeightSync:
     """Brings every sampler to the learner's weights.
 
-    learner, samplers: the actors (`rl.actors`). precision_map: what the samplers hold. Raises ValueError for samplers that
-    hold 4-bit weights in different layouts.
+    learner, samplers: the actors (`rl.actors`). precision_map: what the samplers hold. Raises ValueError for samplers
+    that hold 4-bit weights in different layouts.
     """
 
     def __init__(

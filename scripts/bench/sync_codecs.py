@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from kernels.digest import byte_view
-from kernels.experts import ExpertWeights, derived_name, wire_name
+from kernels.experts import ExpertWeights, StoredLayout, derived_name, wire_name
 from kernels.precision_map import PrecisionMap
 from kernels.reference import prepare
 from learner.policy import Policy
@@ -35,7 +35,7 @@ class Held:
     """A sampler's tensors without an engine: an `rl.sync.receiver.Holder`."""
 
     def __init__(self, policy: Policy, precision_map: PrecisionMap) -> None:
-        self.precision_map, self.version = precision_map, 0
+        self.precision_map, self.layout, self.version = precision_map, StoredLayout.ROWS, 0
         self.closed: str | None = None
         layout = policy.export_layout(precision_map)
         self._live = {name: torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in layout.items()}

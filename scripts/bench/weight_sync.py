@@ -7,10 +7,11 @@ Random weights in the geometry of Qwen3-30B-A3B (48 layers, 128 experts of width
 best of the rounds and each of its phases: seconds, and the share of the limit that memory traffic sets (bytes that must
 be read and written, at the rate of a copy on the same device). The baseline, in the same run, is the path of a stock
 engine that quantises online: every expert's gate, up and down matrix comes by its own name in BF16, is copied into its
-place in a BF16 buffer, and is then quantised, expert by expert, by the same quantiser.
+place in a BF16 buffer, and is then quantised, expert by expert, by the same quantiser. `--layout tiles` (the default
+with --quantiser triton) is the order that a sampler on Hopper holds and computes with; `rows` that of the codes.
 
-Phases: quantise (learner), pack (chunks and the digests in them), check (the receiver's checks on arrival), install
-(live tensors replaced, decode scales made), attest (hashes of what is held).
+Phases: quantise (learner; laid out, too), pack (chunks and the digests in them), check (the receiver's checks on
+arrival), install (live tensors replaced, decode scales made), attest (hashes of what is held).
 """
 
 from __future__ import annotations
@@ -23,7 +24,14 @@ from dataclasses import dataclass
 import torch
 
 from kernels.catalogue import named_spec
-from kernels.experts import ExpertWeights, WeightQuantizer, derived_name, expert_layout, wire_name
+from kernels.experts import (
+    ExpertWeights,
+    StoredLayout,
+    WeightQuantizer,
+    derived_name,
+    expert_layout,
+    wire_name,
+)
 from kernels.precision_map import PrecisionMap
 from kernels.quantize import QuantizedTensor, decode_scale, quantize_weight
 from kernels.spec import ExecutionSpec
@@ -31,7 +39,7 @@ from rl.sync.protocol import attest
 from rl.sync.receiver import Receiver
 from rl.sync.sender import Named, Sender
 
-Layout = dict[str, tuple[tuple[int, ...], torch.dtype]]
+Entries = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 
 @dataclass(frozen=True)
@@ -71,13 +79,13 @@ class Learner:
         ]
         self.scales: dict[str, torch.Tensor] = {}  # derived, of the export before
 
-    def export_layout(self, precision_map: PrecisionMap) -> Layout:
-        return layout(self.geometry, precision_map)
+    def export_layout(self, precision_map: PrecisionMap, layout: StoredLayout) -> Entries:
+        return entries(self.geometry, precision_map, layout)
 
-    def export(self, precision_map: PrecisionMap) -> Named:
+    def export(self, precision_map: PrecisionMap, layout: StoredLayout) -> Named:
         yield from self.outside.items()
         for layer, (masters, spec) in enumerate(zip(self.masters, precision_map.layers, strict=True)):
-            weights = ExpertWeights.quantize(*masters, spec, self.quantizer)
+            weights = ExpertWeights.quantize(*masters, spec, self.quantizer).in_layout(layout)
             self.scales |= decode_scales(layer, weights.tensors(), spec)
             for part, tensor in weights.tensors().items():
                 yield wire_name(layer, part), tensor
@@ -88,7 +96,7 @@ class Learner:
             yield wire_name(layer, "w13.weight"), masters[0]
             yield wire_name(layer, "w2.weight"), masters[1]
 
-    def export_derived(self, precision_map: PrecisionMap) -> Named:
+    def export_derived(self, precision_map: PrecisionMap, layout: StoredLayout) -> Named:
         yield from self.scales.items()
 
     def by_expert(self) -> Iterator[tuple[int, int, str, torch.Tensor]]:
@@ -104,12 +112,14 @@ class Learner:
 class Sampler:
     """An `rl.sync.receiver.Holder`: packed tensors, and the decode scales that its products take."""
 
-    def __init__(self, geometry: Geometry, precision_map: PrecisionMap, device: str) -> None:
-        self.precision_map, self.version = precision_map, 0
+    def __init__(
+        self, geometry: Geometry, precision_map: PrecisionMap, layout: StoredLayout, device: str
+    ) -> None:
+        self.precision_map, self.layout, self.version = precision_map, layout, 0
         self.closed: str | None = None
         self._live = {
             name: torch.zeros(shape, dtype=dtype, device=device)
-            for name, (shape, dtype) in layout(geometry, precision_map).items()
+            for name, (shape, dtype) in entries(geometry, precision_map, layout).items()
         }
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -119,15 +129,16 @@ class Sampler:
         derived = {}
         for layer, spec in enumerate(self.precision_map.layers):
             prefix = wire_name(layer, "")
-            keys = [f"{matrix}.{part}" for matrix in ("w13", "w2") for part in ("codes", "outer_scales")]
+            keys = [f"{matrix}.outer_scales" for matrix in ("w13", "w2")]
             derived |= decode_scales(layer, {key: self._live[prefix + key] for key in keys}, spec)
         return derived
 
 
-def layout(geometry: Geometry, precision_map: PrecisionMap) -> Layout:
-    found: Layout = {name: (shape, torch.bfloat16) for name, shape in geometry.outside().items()}
+def entries(geometry: Geometry, precision_map: PrecisionMap, layout: StoredLayout) -> Entries:
+    found: Entries = {name: (shape, torch.bfloat16) for name, shape in geometry.outside().items()}
     for layer, spec in enumerate(precision_map.layers):
-        for part, entry in expert_layout(geometry.experts, geometry.hidden, geometry.ffn, spec).items():
+        sizes = geometry.experts, geometry.hidden, geometry.ffn
+        for part, entry in expert_layout(*sizes, spec, layout).items():
             found[wire_name(layer, part)] = entry
     return found
 
@@ -138,7 +149,8 @@ def decode_scales(
     derived = {}
     for matrix in ("w13", "w2"):
         assert spec.weight is not None
-        quantized = QuantizedTensor(stored[f"{matrix}.codes"], None, stored[f"{matrix}.outer_scales"])
+        outer = stored[f"{matrix}.outer_scales"]
+        quantized = QuantizedTensor(outer, None, outer)  # the codes do not matter
         scale = decode_scale(quantized, spec.weight)
         assert scale is not None
         derived[derived_name(layer, f"{matrix}.outer_scales")] = scale.clone()
@@ -197,7 +209,8 @@ def per_tensor_sync(learner: Learner, sampler: Sampler) -> None:
             continue
         spec = sampler.precision_map.spec_for(layer)
         for own in range(geometry.experts):
-            weights = ExpertWeights.quantize(w13[own : own + 1], w2[own : own + 1], spec, learner.quantizer)
+            masters = w13[own : own + 1], w2[own : own + 1]
+            weights = ExpertWeights.quantize(*masters, spec, learner.quantizer).in_layout(sampler.layout)
             for part, packed in weights.tensors().items():
                 live[wire_name(layer, part)][own].copy_(packed[0])
     sampler.refresh()
@@ -222,7 +235,7 @@ def traffic(geometry: Geometry, precision_map: PrecisionMap) -> dict[str, int]:
     experts = geometry.layers * geometry.experts * 3 * geometry.hidden * geometry.ffn * 2
     sizes = {
         name: torch.Size(shape).numel() * dtype.itemsize
-        for name, (shape, dtype) in layout(geometry, precision_map).items()
+        for name, (shape, dtype) in entries(geometry, precision_map, StoredLayout.ROWS).items()
     }
     held = sum(sizes.values())
     packed = sum(size for name, size in sizes.items() if ".experts." in name)
@@ -242,11 +255,12 @@ def main() -> None:
     geometry = Geometry(arguments.layers, arguments.experts, arguments.hidden, arguments.ffn, arguments.vocab)
     precision_map = PrecisionMap.resolve(geometry.layers, named_spec(arguments.spec))
     learner = Learner(geometry, quantiser(arguments.quantiser), arguments.device)
-    sampler = Sampler(geometry, precision_map, arguments.device)
-    sender, receiver = Sender(learner, precision_map, keep=False), Receiver(sampler)
+    layout = StoredLayout(arguments.layout or ("tiles" if arguments.quantiser == "triton" else "rows"))
+    sampler = Sampler(geometry, precision_map, layout, arguments.device)
+    sender, receiver = Sender(learner, precision_map, keep=False, layout=layout), Receiver(sampler)
     clock = Clock(arguments.device)
     rate = copy_rate(arguments.device, arguments.copy_mib * 2**20, clock.settle)
-    print(f"{arguments.device}, {geometry}, spec {arguments.spec}, quantiser {arguments.quantiser}")
+    print(f"{arguments.device}, {geometry}, spec {arguments.spec}, quantiser {arguments.quantiser}, {layout}")
     print(f"copy: {rate / 1e9:.1f} GB/s read and written")
     rounds = []
     for version in range(1, arguments.rounds + 2):  # the first one warms up
@@ -300,6 +314,7 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--quantiser", choices=("reference", "triton"), default="reference")
+    parser.add_argument("--layout", choices=[str(layout) for layout in StoredLayout])
     parser.add_argument("--spec", default="minite")
     for name, default in (
         ("layers", 48),

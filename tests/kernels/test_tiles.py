@@ -19,7 +19,12 @@ from tests.kernels.triton_env import DEVICE
 
 E, H, F = 3, 128, 128
 ROWS, TILES = StoredLayout.ROWS, StoredLayout.TILES
-PACKED = ("minite", "minite_expert", "te_exact", "four_over_six")  # linear and swizzled scales, row and expert
+PACKED = (
+    "minite",
+    "minite_expert",
+    "te_exact",
+    "four_over_six",
+)  # linear and swizzled scales, row and expert
 
 
 def masters(seed: int = 0, hidden: int = H, ffn: int = F) -> tuple[torch.Tensor, torch.Tensor]:
@@ -98,7 +103,11 @@ def test_tensors_of_another_shape_are_refused() -> None:
         ("w13.words", tensors["w13.words"].flatten(), "need w13.words"),
         ("w13.word_scales", None, "w13.word_scales is missing"),
     ):
-        wrong = {**tensors, name: changed} if changed is not None else {k: t for k, t in tensors.items() if k != name}
+        wrong = (
+            {**tensors, name: changed}
+            if changed is not None
+            else {k: t for k, t in tensors.items() if k != name}
+        )
         with pytest.raises(ValueError, match=message):
             ExpertWeights.from_tensors(wrong, spec)
 

@@ -13,7 +13,7 @@ import torch
 from kernels import backends
 from kernels.catalogue import named_spec
 from kernels.digest import tensor_digest
-from kernels.experts import ExpertWeights, derived_name, wire_name
+from kernels.experts import ExpertWeights, StoredLayout, derived_name, wire_name
 from kernels.precision_map import PrecisionMap
 from kernels.reference import prepare
 from learner.batch import TrainBatch
@@ -359,6 +359,33 @@ def test_export_under_the_map_of_a_sampler_that_differs(model_folder: MakeFolder
     asked, own = dict(policy.export(other.precision_map)), dict(other.export())
     assert asked.keys() == own.keys()
     assert all(tensor_digest(tensor) == tensor_digest(own[name]) for name, tensor in asked.items())
+
+
+def test_an_export_in_tiles_holds_the_same_weights(model_folder: MakeFolder) -> None:
+    """As for a sampler on a GPU; the layers in BF16 have no other layout."""
+    folder = model_folder("qwen3_moe", hidden_size=128, moe_intermediate_size=128)
+    policy = make_policy(folder, "minite")
+    target = PrecisionMap.resolve(LAYERS, named_spec("minite"), last_layers_bf16=1)
+    rows, tiles = (dict(policy.export(target, layout)) for layout in StoredLayout)
+    assert policy.export_layout(target, StoredLayout.TILES) == {
+        name: (tuple(t.shape), t.dtype) for name, t in tiles.items()
+    }
+    derived = [dict(policy.export_derived(target, layout)) for layout in StoredLayout]
+    assert derived[0].keys() == derived[1].keys()
+    assert all(torch.equal(tensor, derived[1][name]) for name, tensor in derived[0].items())
+    for layer, spec in enumerate(target.layers):
+        prefix = wire_name(layer, "")
+        found = [
+            ExpertWeights.from_tensors(
+                {name.removeprefix(prefix): own.pop(name) for name in list(own) if name.startswith(prefix)},
+                spec,
+            )
+            for own in (rows, tiles)
+        ]
+        assert found[1].layout is (StoredLayout.ROWS if layer == LAYERS - 1 else StoredLayout.TILES)
+        back = found[1].in_layout(StoredLayout.ROWS).tensors()
+        assert all(torch.equal(tensor, back[part]) for part, tensor in found[0].tensors().items())
+    assert rows.keys() == tiles.keys()
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])

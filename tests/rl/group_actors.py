@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kernels.experts import ExpertWeights, derived_name, wire_name
+from kernels.experts import ExpertWeights, StoredLayout, derived_name, wire_name
 from kernels.precision_map import PrecisionMap
 from kernels.reference import prepare
 from rl.actors import LearnerActor, SamplerActor
@@ -23,7 +23,7 @@ class Holder:
     """An `rl.sync.receiver.Holder`."""
 
     def __init__(self, layout: Layout, precision_map: PrecisionMap) -> None:
-        self.precision_map, self.version = precision_map, 0
+        self.precision_map, self.layout, self.version = precision_map, StoredLayout.ROWS, 0
         self.closed: str | None = None
         self.live = {name: torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in layout.items()}
 

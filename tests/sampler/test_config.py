@@ -18,6 +18,18 @@ REFUSED: list[tuple[type, dict[str, Any], str]] = [
     (SamplerConfig, {"kv_cache_gib": float("inf")}, r"kv_cache_gib=inf must be positive and finite"),
     (SamplerConfig, {"threads": -1}, r"threads=-1 must not be negative"),
     (SamplerConfig, {"threads": "two"}, r"threads='two' must not be negative"),
+    (
+        SamplerConfig,
+        {"expert_layout": "columns"},
+        r"expert_layout='columns' must be one of auto, rows, tiles",
+    ),
+    (SamplerConfig, {"cuda_graph_sizes": (1, 2)}, r"cuda_graph_sizes=\(1, 2\) must be .* need device=cuda"),
+    (
+        SamplerConfig,
+        {"device": "cuda", "cuda_graph_sizes": (1, 129)},
+        r"cuda_graph_sizes=\(1, 129\) must be numbers of sequences from 1 to max_num_seqs, in ascending order",
+    ),
+    (SamplerConfig, {"device": "cuda", "cuda_graph_sizes": (2, 1)}, r"in ascending order"),
     (SamplerConfig, {"seed": -1}, r"seed=-1 must lie in"),
     (SamplingConfig, {"temperature": -0.5}, r"SamplingConfig.temperature=-0.5 must be 0 or lie in"),
     (SamplingConfig, {"temperature": 0.005}, r"temperature=0.005"),

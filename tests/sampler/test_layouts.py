@@ -50,7 +50,10 @@ def in_tiles(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def test_an_engine_in_tiles_writes_what_one_in_rows_writes(samplers: dict[str, Sampler]) -> None:
-    assert {name: str(own.weights.layout) for name, own in samplers.items()} == {"rows": "rows", "tiles": "tiles"}
+    assert {name: str(own.weights.layout) for name, own in samplers.items()} == {
+        "rows": "rows",
+        "tiles": "tiles",
+    }
     held = {name: set(own.weights.tensors()) for name, own in samplers.items()}
     assert wire_name(0, "w13.words") in held["tiles"] and wire_name(0, "w13.codes") not in held["tiles"]
     assert wire_name(0, "w13.codes") in held["rows"] and wire_name(1, "w13.weight") in held["tiles"]

@@ -66,5 +66,7 @@ def test_what_lacks_or_comes_twice_is_named() -> None:
     incoming(made["w2_weight"], torch.zeros(H, F), "w2_weight", "w2", 0)
     with pytest.raises(ValueError, match="layer 7: w2 of expert 0 came twice"):
         incoming(made["w2_weight"], torch.zeros(H, F), "w2_weight", "w2", 0)
-    with pytest.raises(ValueError, match="layer 7: the checkpoint lacks experts: w1 of expert 0, of 8 matrices"):
+    with pytest.raises(
+        ValueError, match="layer 7: the checkpoint lacks experts: w1 of expert 0, of 8 matrices"
+    ):
         incoming.close()

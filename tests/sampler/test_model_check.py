@@ -30,6 +30,11 @@ def test_no_folder(tmp_path: Path) -> None:
         ({"num_hidden_layers": 3}, {}, r"precision map has 2 layers, .* has 3"),
         ({}, {"max_model_len": 200}, r"max_model_len=200 is more than max_position_embeddings=128"),
         ({"head_dim": 16}, {}, r"attention heads of 16 elements, .* takes 32, 64"),
+        (
+            {},
+            {"expert_layout": "tiles"},
+            r"expert_layout=tiles: no layer .* multiples of 128, got hidden_size=64 and experts of 48",
+        ),
         ({}, {"kv_cache_gib": 1e-4}, r"kv_cache_gib=0.0001 must be at least 0.000122: .*max_model_len=96"),
     ],
 )

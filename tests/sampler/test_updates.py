@@ -42,7 +42,9 @@ def announcement(
     """layout: of the sampler unless another is given."""
     fingerprint = sampler.precision_map.fingerprint
     version, layout = sampler.version + 1, layout or sampler.weights.layout
-    return Announcement("s", version, fingerprint, "packed", manifest_of(tensors), None, chunks, 2**30, layout)
+    return Announcement(
+        "s", version, fingerprint, "packed", manifest_of(tensors), None, chunks, 2**30, layout
+    )
 
 
 def chunk_of(tensors: Tensors, number: int) -> Chunk:

@@ -15,7 +15,10 @@ from rl.sync.receiver import Receiver
 from rl.sync.sender import Sender, Sent
 
 EXPERTS = 2
-WIDTHS = {StoredLayout.ROWS: (32, 16), StoredLayout.TILES: (128, 128)}  # hidden, FFN; in tiles multiples of 128
+WIDTHS = {
+    StoredLayout.ROWS: (32, 16),
+    StoredLayout.TILES: (128, 128),
+}  # hidden, FFN; in tiles multiples of 128
 MAP = PrecisionMap.resolve(2, named_spec("minite"), last_layers_bf16=1)
 OUTSIDE = {"model.embed_tokens.weight": (7, 32), "model.norm.weight": (32,), "odd": (3,)}
 Named = Iterator[tuple[str, torch.Tensor]]
