@@ -2,9 +2,8 @@
 
 The order is the one that `kernels.triton.tiles.pack_tiles` defines, as tensor cores with 16-bit operands want it. A
 tile is 2048 words of eight codes, int32 [2, 2, 4, 8, 4, 4]: word (a, b, w, r, c, d) holds, of row 64a + 16w + r and of
-the one eight below it, the bytes c and c + 4 of block 4b + d. Codes keep their magnitudes where they stand; the sign of
-code i goes to bit 8i + 7, that of code 4 + i to bit 8i + 3. Scales of a tile: uint8 [2, 2, 4, 8, 4, 2], of which (a, b,
-w, r, d, half) belongs to row 64a + 16w + 8 half + r and block 4b + d.
+the one eight below it, the bytes c and c + 4 of block 4b + d; in which bits, `_MOVES` says. Scales of a tile: uint8 [2,
+2, 4, 8, 4, 2], of which (a, b, w, r, d, half) belongs to row 64a + 16w + 8 half + r and block 4b + d.
 """
 
 from __future__ import annotations
@@ -13,7 +12,18 @@ import torch
 
 TILE = 128
 WORDS, SCALES = TILE * TILE // 8, TILE * TILE // 16  # of a tile
-_MAGNITUDES = 0x77777777
+# (bits, from, to): code i of the upper row stands in bits 4i to 4i + 3, that of the lower one 16 bits above it.
+_MOVES = tuple(
+    (bits, source, target)
+    for i in range(4)
+    for bits, source, target in (
+        (3, 4 * i, 8 * i + 2),  # magnitude
+        (1, 4 * i + 3, 8 * i + 7),  # sign
+        (1, 4 * i + 16, 8 * i),  # mantissa
+        (2, 4 * i + 17, 8 * i + 5),  # exponent
+        (1, 4 * i + 19, (8 * i + 9) % 32),  # sign
+    )
+)
 
 
 def to_tiles(codes: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -26,7 +36,7 @@ def to_tiles(codes: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, t
     grid = experts, features // TILE, half * 2 // TILE
     rows = (experts, grid[1], 2, 4, 2, 8, grid[2], 2, 4)  # expert, tile; a, w, half, r; tile; b, d
     bytes_ = codes.contiguous().view(*rows, 2, 4).permute(0, 1, 6, 2, 7, 3, 5, 10, 8, 4, 9)
-    words = _signs_apart(bytes_.flatten().view(torch.int32)).view(*grid, WORDS)
+    words = _moved(bytes_.flatten().view(torch.int32), back=False).view(*grid, WORDS)
     ordered = scales.contiguous().view(rows).permute(0, 1, 6, 2, 7, 3, 5, 8, 4)
     return words, ordered.reshape(*grid, SCALES)
 
@@ -36,27 +46,17 @@ def from_tiles(words: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor,
     experts, down, across, _ = words.shape
     shape = experts, down * TILE
     bytes_ = (
-        _signs_back(words.contiguous()).view(torch.uint8).view(experts, down, across, 2, 2, 4, 8, 4, 4, 2, 2)
+        _moved(words.contiguous(), back=True).view(torch.uint8).view(experts, down, across, 2, 2, 4, 8, 4, 4, 2, 2)
     )
     codes = bytes_.permute(0, 1, 3, 5, 9, 6, 2, 4, 8, 10, 7).reshape(*shape, across * TILE // 2)
     ordered = scales.contiguous().view(experts, down, across, 2, 2, 4, 8, 4, 2)
     return codes, ordered.permute(0, 1, 3, 5, 8, 6, 2, 4, 7).reshape(*shape, across * TILE // 16)
 
 
-def _signs_apart(words: torch.Tensor) -> torch.Tensor:
-    """The sign of code j from bit 4j + 3 to where a tile has it."""
-    packed = words & _MAGNITUDES
-    for j in range(8):
-        packed |= ((words >> (4 * j + 3)) & 1) << _sign_bit(j)
-    return packed
-
-
-def _signs_back(words: torch.Tensor) -> torch.Tensor:
-    natural = words & _MAGNITUDES
-    for j in range(8):
-        natural |= ((words >> _sign_bit(j)) & 1) << (4 * j + 3)
-    return natural
-
-
-def _sign_bit(code: int) -> int:
-    return 8 * (code % 4) + (7 if code < 4 else 3)
+def _moved(words: torch.Tensor, back: bool) -> torch.Tensor:
+    """int32 words, their bits from where codes in a row have them to where a tile has them, or back."""
+    moved = torch.zeros_like(words)
+    for bits, source, target in _MOVES:
+        source, target = (target, source) if back else (source, target)
+        moved |= ((words >> source) & ((1 << bits) - 1)) << target
+    return moved

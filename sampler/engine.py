@@ -235,8 +235,9 @@ class Sampler:
         On a CPU nothing is freed. In which order this and the next two may be called: `rl.sync.rest`.
         """
         self._sleeping = True
-        for method in self._experts.values():
-            method.weights_changed()  # what is derived from them goes too, and is made anew
+        if not self.config.cuda_graph_sizes:  # which have its addresses
+            for method in self._experts.values():
+                method.forget_derived()
         if self._frees:
             self._llm.sleep(level=1 if keep else 2)
             torch.cuda.empty_cache()

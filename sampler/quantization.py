@@ -158,6 +158,10 @@ class ExpertMethod(FusedMoEMethodBase):
         for part, tensor in held.items():
             tensor.copy_(fresh[part])
 
+    def forget_derived(self) -> None:
+        """Drop what is derived from `weights`, until it is needed again: then it is made anew, in other memory."""
+        self._prepared = None
+
     def prepared(self) -> Any:
         """What `apply` computes with, in the back end's form: made from `weights` when it is first asked for."""
         if self._prepared is None:
