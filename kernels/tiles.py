@@ -46,7 +46,9 @@ def from_tiles(words: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor,
     experts, down, across, _ = words.shape
     shape = experts, down * TILE
     bytes_ = (
-        _moved(words.contiguous(), back=True).view(torch.uint8).view(experts, down, across, 2, 2, 4, 8, 4, 4, 2, 2)
+        _moved(words.contiguous(), back=True)
+        .view(torch.uint8)
+        .view(experts, down, across, 2, 2, 4, 8, 4, 4, 2, 2)
     )
     codes = bytes_.permute(0, 1, 3, 5, 9, 6, 2, 4, 8, 10, 7).reshape(*shape, across * TILE // 2)
     ordered = scales.contiguous().view(experts, down, across, 2, 2, 4, 8, 4, 2)
