@@ -13,7 +13,8 @@ Both run decoding steps as CUDA graphs of exactly the batch sizes measured (`--e
 logits. Every request has a prompt of random tokens and writes exactly `--output` tokens, drawn at temperature 1:
 
     plain     nothing else is asked for
-    rollout   as the product asks: a seed of its own for each response, and the log-probability of every token
+    rollout   a seed of its own for each response, and the log-probability of every token; the product draws for all
+              responses at once (`sampler.draws`), vLLM from a generator for each
 
 Printed for each way: bytes of weights; tokens that a cache would hold in `--memory-share` of the GPU beside everything
 else that the process has there; and for each batch size the best of `--repeats` in output tokens a second, prompt
@@ -30,7 +31,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,10 @@ from rl.preflight.traffic import decode_bytes, experts_read
 from sampler.config import SamplerConfig
 
 WAYS, ASKED = ("minite", "vllm"), ("plain", "rollout")
+Seeded = Callable[[int], dict[str, Any]]
+Engine = tuple[
+    Any, Seeded | None, int, str
+]  # vLLM's, `Asking.seeded`, bytes of weights, what computes the experts
 COUNTED = 8  # eager steps over which experts are counted
 
 
@@ -156,7 +161,7 @@ def measure(given: argparse.Namespace, way: str) -> dict[str, Any]:
     config = hf_config(given)
     model = family_of(config).read(config)
     settings = sampler_settings(given)
-    engine, weight_bytes, backend = (ours if way == "minite" else theirs)(given, model, settings)
+    engine, seeds, weight_bytes, backend = (ours if way == "minite" else theirs)(given, model, settings)
     ready = time.perf_counter() - started
     say(f"ready, {weight_bytes / 2**30:.2f} GiB of weights")
     name = torch.cuda.get_device_name() if given.device == "cuda" else "cpu"
@@ -164,7 +169,7 @@ def measure(given: argparse.Namespace, way: str) -> dict[str, Any]:
     specs = PrecisionMap.resolve(model.layers, named_spec(given.spec if way == "minite" else "bf16"))
     batches: dict[int, Any] = {}
     for batch in given.batches:
-        own = measure_batch(given, engine, model, batch)
+        own = measure_batch(given, Asking(engine, seeds), model, batch)
         step = decode_bytes(model, specs, settings, batch, given.prompt + given.output // 2)
         own["bound_ms"] = None if device is None else 1e3 * step / device.bandwidth
         own["uniform"] = model.experts * experts_read(model, batch)
@@ -201,48 +206,65 @@ def sampler_settings(given: argparse.Namespace) -> SamplerConfig:
     )
 
 
-def measure_batch(given: argparse.Namespace, engine: Any, model: Architecture, batch: int) -> dict[str, Any]:
+class Asking:
+    """An engine of vLLM, and how it is asked. seeded: how a request is told its seed; None: by vLLM's own draws."""
+
+    def __init__(self, engine: Any, seeded: Seeded | None) -> None:
+        self._engine, self._seeded = engine, seeded
+        [self.runner] = engine.collective_rpc(lambda worker: worker.model_runner)
+        self._draws = self.runner.sampler.topk_topp_sampler
+
+    def generate(self, prompts: list[list[int]], tokens: int, asked: str) -> None:
+        from vllm import SamplingParams
+
+        rollout = asked == "rollout"
+        if self._seeded is not None:
+            from sampler.draws import BatchedDraws
+
+            own = BatchedDraws(self.runner) if rollout else self._draws
+            self.runner.sampler.topk_topp_sampler = own
+        seeded = self._seeded or (lambda seed: {"seed": seed})
+        more = {"logprobs": 0, "flat_logprobs": True} if rollout else {}
+        params = [
+            SamplingParams(
+                temperature=1.0,
+                max_tokens=tokens,
+                ignore_eos=True,
+                detokenize=False,
+                **(seeded(index) if rollout else {}),
+                **more,
+            )
+            for index in range(len(prompts))
+        ]
+        requests = [{"prompt_token_ids": prompt} for prompt in prompts]
+        found = self._engine.generate(requests, params, use_tqdm=False)
+        assert all(len(output.outputs[0].token_ids) == tokens for output in found)
+
+    def seconds(self, prompts: list[list[int]], tokens: int, asked: str) -> float:
+        started = time.perf_counter()
+        self.generate(prompts, tokens, asked)
+        return time.perf_counter() - started
+
+
+def measure_batch(
+    given: argparse.Namespace, engine: Asking, model: Architecture, batch: int
+) -> dict[str, Any]:
     """Seconds of whole generations and of prompts alone, by what is asked for; and the experts in use."""
     generator = torch.Generator().manual_seed(batch)
     prompts = torch.randint(0, model.vocab, (batch, given.prompt), generator=generator).tolist()
     found: dict[str, Any] = {}
-    generate(engine, prompts, given.output, "plain")  # warms up
+    engine.generate(prompts, given.output, "plain")  # warms up
     for asked in ASKED:
-        first = min(timed(engine, prompts, 1, asked) for _ in range(given.repeats))
-        whole = min(timed(engine, prompts, given.output, asked) for _ in range(given.repeats))
+        engine.generate(prompts, 2, asked)
+        first = min(engine.seconds(prompts, 1, asked) for _ in range(given.repeats))
+        whole = min(engine.seconds(prompts, given.output, asked) for _ in range(given.repeats))
         step = (whole - first) / (given.output - 1)
         found[asked] = {"tokens_s": batch * given.output / whole, "step_ms": 1e3 * step}
     found["experts"] = experts_in_use(engine, prompts, model.experts_per_token, given)
     return found
 
 
-def timed(engine: Any, prompts: list[list[int]], tokens: int, asked: str) -> float:
-    started = time.perf_counter()
-    generate(engine, prompts, tokens, asked)
-    return time.perf_counter() - started
-
-
-def generate(engine: Any, prompts: list[list[int]], tokens: int, asked: str) -> None:
-    from vllm import SamplingParams
-
-    requests = [{"prompt_token_ids": prompt} for prompt in prompts]
-    more = {"logprobs": 0, "flat_logprobs": True} if asked == "rollout" else {}
-    params = [
-        SamplingParams(
-            temperature=1.0,
-            max_tokens=tokens,
-            ignore_eos=True,
-            detokenize=False,
-            seed=index if asked == "rollout" else None,
-            **more,
-        )
-        for index in range(len(prompts))
-    ]
-    found = engine.generate(requests, params, use_tqdm=False)
-    assert all(len(output.outputs[0].token_ids) == tokens for output in found)
-
-
-def experts_in_use(engine: Any, prompts: list[list[int]], top_k: int, given: argparse.Namespace) -> float:
+def experts_in_use(engine: Asking, prompts: list[list[int]], top_k: int, given: argparse.Namespace) -> float:
     """Different experts that one layer computes in one decoding step: the mean over layers and steps."""
     from sampler.graphs import eagerly
 
@@ -254,12 +276,13 @@ def experts_in_use(engine: Any, prompts: list[list[int]], top_k: int, given: arg
             chosen = torch.zeros(logits.shape[1], device=logits.device)
             counts.append(chosen.index_fill_(0, logits.topk(top_k).indices.flatten(), 1).sum())
 
-    [runner] = engine.collective_rpc(lambda worker: worker.model_runner)
-    gates = [module for name, module in runner.get_model().named_modules() if name.endswith(".mlp.gate")]
+    gates = [
+        module for name, module in engine.runner.get_model().named_modules() if name.endswith(".mlp.gate")
+    ]
     assert len(gates) == given.layers
     hooks = [gate.register_forward_hook(count) for gate in gates]
-    with nullcontext() if given.eager or given.device == "cpu" else eagerly(runner):
-        generate(engine, prompts, COUNTED + 1, "plain")
+    with nullcontext() if given.eager or given.device == "cpu" else eagerly(engine.runner):
+        engine.generate(prompts, COUNTED + 1, "plain")
     for hook in hooks:
         hook.remove()
     return float(torch.stack(counts).mean())
@@ -275,7 +298,7 @@ def memory(given: argparse.Namespace) -> tuple[int, int]:
     return psutil.virtual_memory().total, psutil.Process().memory_info().rss
 
 
-def ours(given: argparse.Namespace, model: Architecture, config: SamplerConfig) -> tuple[Any, int, str]:
+def ours(given: argparse.Namespace, model: Architecture, config: SamplerConfig) -> Engine:
     """The product's sampler. Its loader is given random tensors in place of a checkpoint's."""
     from sampler.engine import Sampler
     from sampler.environment import vllm_environment
@@ -287,14 +310,13 @@ def ours(given: argparse.Namespace, model: Architecture, config: SamplerConfig) 
     specs = PrecisionMap.resolve(model.layers, named_spec(given.spec))
     sampler = Sampler(given.folder, specs, config)
     held = {**sampler.weights.tensors(), **sampler.weights.refresh()}
-    return (
-        sampler._llm,
-        storage_bytes(held.values()),
-        f"{sampler.report().backend} in {sampler.weights.layout}",
-    )
+    from sampler.draws import SEED
+
+    backend = f"{sampler.report().backend} in {sampler.weights.layout}"
+    return sampler._llm, lambda seed: {"extra_args": {SEED: seed}}, storage_bytes(held.values()), backend
 
 
-def theirs(given: argparse.Namespace, model: Architecture, config: SamplerConfig) -> tuple[Any, int, str]:
+def theirs(given: argparse.Namespace, model: Architecture, config: SamplerConfig) -> Engine:
     """vLLM with its own experts, and with the same tensors and settings as the product's sampler."""
     from sampler.engine import _ON_A_GPU
     from sampler.environment import vllm_environment
@@ -324,7 +346,7 @@ def theirs(given: argparse.Namespace, model: Architecture, config: SamplerConfig
             **(_ON_A_GPU if given.device == "cuda" else {}),
         )
     [weights] = engine.apply_model(lambda module: storage_bytes(module.parameters()))
-    return engine, weights, "vLLM"
+    return engine, None, weights, "vLLM"
 
 
 def storage_bytes(tensors: Any) -> int:
