@@ -12,7 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.swizzle import swizzled_size
+from kernels.quantize import QuantizedTensor
+from kernels.swizzle import swizzled_size, unswizzle_128x4
 from kernels.triton.grouping import ExpertGroups
 
 BLOCK = 16
@@ -50,6 +51,16 @@ def empty_operand(groups: ExpertGroups, width: int, *, packed: bool, decoded: bo
         torch.empty(rows, dtype=torch.float32, device=device),
         torch.empty(rows, dtype=torch.bool, device=device),
     )
+
+
+def packed_rows(operand: GroupedOperand, rows: torch.Tensor) -> QuantizedTensor:
+    """Rows (int64) of a packed operand, their block scales in logical order. Raises ValueError for one that is not
+    packed."""
+    if operand.codes is None or operand.block_scales is None:
+        raise ValueError("the operand is not packed")
+    count, half = operand.codes.shape
+    scales = unswizzle_128x4(operand.block_scales, count, half * 2 // BLOCK)
+    return QuantizedTensor(operand.codes[rows], scales[rows], operand.outer_scales[rows, None])
 
 
 def finish_tiles(

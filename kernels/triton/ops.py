@@ -14,7 +14,8 @@ import triton
 import triton.language as tl
 
 from kernels.catalogue import named_spec
-from kernels.probe import listened_to, show
+from kernels.guard import Operand
+from kernels.probe import Shown, listened_to, show
 from kernels.triton import tuning
 from kernels.triton.backward import Saved, expert_gradients
 from kernels.triton.combine import combine
@@ -22,7 +23,7 @@ from kernels.triton.decode_gemm import decode_gemm
 from kernels.triton.grouped_gemm import grouped_gemm
 from kernels.triton.grouping import ALIGN, ExpertGroups, capacity, group
 from kernels.triton.matrix import ExpertMatrix
-from kernels.triton.operand import GroupedOperand
+from kernels.triton.operand import GroupedOperand, packed_rows
 from kernels.triton.quantize import permute_quantize
 from kernels.triton.support import plain
 from kernels.triton.swiglu import swiglu_quantize
@@ -203,45 +204,58 @@ def _steps(
     bad: torch.Tensor,
     keep_act: bool = False,
 ) -> _Steps:
-    packed, quantizer = w13.native, _SPEC.activation
+    native, quantizer, seen = w13.native, _SPEC.activation, listened_to()
     assert quantizer is not None
-    keep_act = keep_act or listened_to()
-    operand = permute_quantize(x, groups, quantizer, packed=packed, decoded=not packed)
+    form = {"packed": native or seen, "decoded": not native}
+    operand = permute_quantize(x, groups, quantizer, **form)
     fc1 = x.new_empty((groups.rows, w13.shape[1]), dtype=torch.bfloat16)
     grouped_gemm(operand, w13, groups, out=fc1)
-    inner, act = swiglu_quantize(fc1, groups, quantizer, packed=packed, decoded=not packed, keep_act=keep_act)
+    inner, act = swiglu_quantize(fc1, groups, quantizer, **form, keep_act=keep_act or seen)
     fc2 = x.new_empty((groups.rows, w2.shape[1]), dtype=torch.bfloat16)
     grouped_gemm(inner, w2, groups, out=fc2)
     _count_bad(operand, inner, groups, bad)
-    _show(groups, fc1, act, fc2)
+    if seen:
+        _show(groups, operand, fc1, act, inner, fc2)
     return fc1, act, fc2
 
 
 def _few_steps(
     x: torch.Tensor, groups: ExpertGroups, w13: ExpertMatrix, w2: ExpertMatrix, bad: torch.Tensor
 ) -> _Steps:
-    """For few rows an expert: nothing touches padding, and every step is one launch."""
-    quantizer = _SPEC.activation
+    """For few rows an expert: nothing touches padding, and every step is one launch. To a listener the same steps are
+    shown, in more launches.
+    """
+    quantizer, seen = _SPEC.activation, listened_to()
     assert quantizer is not None
-    form = {"packed": False, "decoded": True}
-    operand = permute_quantize(x, groups, quantizer, **form, bad_counts=bad[0])
+    form = {"packed": seen, "decoded": True}
+    counts = (None, None) if seen else bad
+    operand = permute_quantize(x, groups, quantizer, **form, bad_counts=counts[0])
     fc1 = x.new_empty((groups.rows, w13.shape[1]), dtype=torch.bfloat16)
     decode_gemm(operand, w13, groups, out=fc1)
-    inner, act = swiglu_quantize(fc1, groups, quantizer, **form, keep_act=listened_to(), bad_counts=bad[1])
+    inner, act = swiglu_quantize(fc1, groups, quantizer, **form, keep_act=seen, bad_counts=counts[1])
     fc2 = x.new_empty((groups.rows, w2.shape[1]), dtype=torch.bfloat16)
     decode_gemm(inner, w2, groups, out=fc2)
-    _show(groups, fc1, act, fc2)
+    if seen:
+        _count_bad(operand, inner, groups, bad)
+        _show(groups, operand, fc1, act, inner, fc2)
     return fc1, None, fc2
 
 
-def _show(groups: ExpertGroups, fc1: torch.Tensor, act: torch.Tensor | None, fc2: torch.Tensor) -> None:
-    """The rows in use, to a listener. Waits for the device then."""
-    if not listened_to():
-        return
+def _show(
+    groups: ExpertGroups,
+    operand: GroupedOperand,
+    fc1: torch.Tensor,
+    act: torch.Tensor | None,
+    inner: GroupedOperand,
+    fc2: torch.Tensor,
+) -> None:
+    """The rows in use, in the order of `kernels.reference`. Waits for the device."""
     rows = groups.row_of_slot.flatten().long()
     used = rows[rows >= 0].sort().values
+    assert act is not None
+    show(Operand.FC1_INPUT, Shown(packed_rows(operand, used), None))
+    show(Operand.FC2_INPUT, Shown(packed_rows(inner, used), None))
     for name, tensor in (("fc1", fc1), ("swiglu", act), ("fc2", fc2)):
-        assert tensor is not None
         show(name, tensor[used])
 
 

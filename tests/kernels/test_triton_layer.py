@@ -13,8 +13,8 @@ from kernels.experts import ExpertWeights
 from kernels.gradient_error import exact_gradients
 from kernels.guard import NonFiniteGuard
 from kernels.layer_input import LayerInput, LayerShape, synthetic_layer
-from kernels.probe import listening
-from kernels.routing import Routing
+from kernels.probe import Shown, listening
+from kernels.quantize import QuantizedTensor, quantize_activation
 from kernels.spec import ExecutionSpec
 from kernels.triton import layer, ops, tuning
 from kernels.triton.gradient_products import product_errors
@@ -63,28 +63,77 @@ def test_forward_is_the_references(shape: LayerShape, name: str) -> None:
     assert (found == expected).float().mean() > 0.95
 
 
-@pytest.mark.parametrize("shape", [TINY, pytest.param(SMALL, marks=GPU), pytest.param(LARGE, marks=GPU)])
-@pytest.mark.parametrize("few", [True, False], ids=["few rows", "many rows"])
+@pytest.mark.parametrize(
+    "shape, few",
+    [
+        pytest.param(TILED, True, id="few rows"),
+        pytest.param(TINY, False, id="many rows"),
+        *(pytest.param(shape, few, marks=GPU) for shape in (SMALL, LARGE) for few in (True, False)),
+    ],
+)
 def test_what_is_shown_on_the_way_is_the_references(
     shape: LayerShape, few: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """FC1, SwiGLU and FC2 in grouped order, without padding."""
+    """In grouped order, without padding: quantised operands bit for bit (FC2's input as the reference quantises the
+    SwiGLU that was shown), FC1, SwiGLU and FC2 but for the order of sums. The output is that of a layer nobody hears.
+    """
     monkeypatch.setattr(tuning, "few_rows", lambda slots, experts: few)
     case = Case(shape, named_spec("minite"))
-    shown: dict[str, torch.Tensor] = {}
-    with listening(lambda name, value: shown.update({name: value})):
+    found, expected = Seen(), Seen()
+    unheard = case.forward()
+    with listening(found):
         output = case.forward()
-    given = case.on_cpu
-    routing = Routing.group(given.topk_ids, len(given.w13))
-    expected = reference.expert_rows(
-        given.x, routing, reference.prepare(case.weights, case.spec), given.topk_weights
-    )
-    assert shown.keys() == {"fc1", "swiglu", "fc2"}
-    for name, tensor in shown.items():
-        own = getattr(expected, name)
+    with listening(expected):
+        in_reference = case.reference()
+    assert torch.equal(output, unheard)
+    assert relative(output, in_reference) < 3e-3
+    assert found.tensors.keys() == {"fc1", "swiglu", "fc2"}
+    for name, tensor in found.tensors.items():
+        own = expected.tensors[name]
         assert tensor.shape == own.shape and tensor.dtype == own.dtype
         assert relative(tensor, own) < 3e-3
-    assert relative(output, case.reference()) < 3e-3
+    spec = case.spec.activation
+    assert spec is not None
+    for name, of_reference in (
+        ("FC1 input", expected.grouped("FC1 input")),
+        ("FC2 input", quantize_activation(found.tensors["swiglu"].cpu(), spec)),
+    ):
+        own = found.grouped(name)
+        for part in ("codes", "block_scales", "outer_scales"):
+            assert torch.equal(getattr(own, part), getattr(of_reference, part)), (name, part)
+
+
+def test_a_listener_changes_nothing_about_values_that_are_not_finite(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tuning, "few_rows", lambda slots, experts: True)
+    case = Case(TILED, named_spec("minite"))
+    case.x[1, 3] = torch.nan
+    guard = NonFiniteGuard(0, len(case.on_cpu.w13))
+    with listening(lambda name, value: None):
+        case.forward(guard=guard)
+    with pytest.raises(ValueError, match="FC1 input"):
+        guard.check()
+
+
+class Seen:
+    """A listener: tensors by name, and the quantised operands."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.operands: dict[str, Shown] = {}
+
+    def __call__(self, name: str, value: torch.Tensor | Shown) -> None:
+        kept = self.operands if isinstance(value, Shown) else self.tensors
+        assert name not in kept
+        kept[str(name)] = value  # type: ignore[assignment]
+
+    def grouped(self, name: str) -> QuantizedTensor:
+        """On the CPU, in grouped order."""
+        shown = self.operands[name]
+        parts = shown.quantized.codes, shown.quantized.block_scales, shown.quantized.outer_scales
+        rows = slice(None) if shown.rows is None else shown.rows
+        return QuantizedTensor(*(part[rows].cpu() for part in parts if part is not None))
 
 
 @pytest.mark.parametrize("shape", [TILED, pytest.param(LARGE, marks=GPU)])
