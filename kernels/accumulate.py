@@ -28,6 +28,7 @@ from kernels.spec import Accumulation
 
 _BLOCK = 16
 _SEGMENT = 1024
+_FEW_ROWS, _PART = 32, 256
 
 
 def product(x: torch.Tensor, weight: torch.Tensor, accumulation: Accumulation) -> torch.Tensor:
@@ -55,7 +56,15 @@ def _cut(
 
 
 def _in_fp64(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return x.double() @ weight.double().T
+    wide = x.double()
+    if x.device.type != "cpu" or len(x) > _FEW_ROWS:
+        return wide @ weight.double().T
+    # Where few rows meet a weight, time goes into widening it: part by part the FP64 copy stays in the cache.
+    output = wide.new_empty(len(x), len(weight))
+    for begin in range(0, len(weight), _PART):
+        end = begin + _PART
+        output[:, begin:end] = wide @ weight[begin:end].double().T
+    return output
 
 
 def _pairwise(x: tuple[torch.Tensor, ...], weight: tuple[torch.Tensor, ...]) -> torch.Tensor:

@@ -6,8 +6,8 @@ shown must not be changed. Without a listener `show` does nothing.
     FC1 input, FC2 input    `Shown`, once for each call of the quantiser; a plain tensor where the spec has none
     fc1, swiglu, fc2        the tensors of `kernels.reference.ExpertRows`, in the routing's grouped order
 
-The Triton kernels then write codes beside what their products read, and wait for the device: a layer that is listened to
-is called by Python, not replayed from a CUDA graph.
+The Triton kernels then write codes beside what their products read, and wait for the device: a layer that is listened
+to is called by Python, not replayed from a CUDA graph.
 """
 
 from __future__ import annotations

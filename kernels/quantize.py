@@ -47,7 +47,8 @@ from kernels.swizzle import swizzle_128x4, unswizzle_128x4
 from kernels.transform import hadamard_16
 
 TILE = 16  # rows of a 16x16 block
-_CHUNK_ELEMENTS = 1 << 16  # elements rounded at a time: the temporaries stay in the cache
+_CHUNK_ELEMENTS = 1 << 16  # elements rounded at a time: the temporaries stay in the cache ...
+_CHUNK_ELEMENTS_GPU = 1 << 26  # ... where there is one to speak of; here they take a GiB or two
 _BLOCK_WIDTH = {Block.ROW_16: 16, Block.ROW_32: 32, Block.TILE_16: 16}
 _SHARED = (ScaleDomain.TENSOR, ScaleDomain.EXPERT, ScaleDomain.EXPERT_HALF)
 
@@ -286,7 +287,7 @@ def _encode_elements(
         noise = torch.rand(x.shape, generator=generator, device=x.device)
     packed = spec.code_layout is CodeLayout.EVEN_LOW
     codes = torch.empty(rows, width // 2 if packed else width, dtype=torch.uint8, device=x.device)
-    chunk = max(1, _CHUNK_ELEMENTS // width)
+    chunk = max(1, (_CHUNK_ELEMENTS_GPU if x.is_cuda else _CHUNK_ELEMENTS) // width)
     for start in range(0, rows, chunk):
         part = slice(start, min(start + chunk, rows))
         scaled = step.apply(x, part)

@@ -214,16 +214,16 @@ def _steps(
     fc2 = x.new_empty((groups.rows, w2.shape[1]), dtype=torch.bfloat16)
     grouped_gemm(inner, w2, groups, out=fc2)
     _count_bad(operand, inner, groups, bad)
-    if seen:
-        _show(groups, operand, fc1, act, inner, fc2)
+    show_operands(groups, operand, inner)
+    show_rows(groups, fc1, act, fc2)
     return fc1, act, fc2
 
 
 def _few_steps(
     x: torch.Tensor, groups: ExpertGroups, w13: ExpertMatrix, w2: ExpertMatrix, bad: torch.Tensor
 ) -> _Steps:
-    """For few rows an expert: nothing touches padding, and every step is one launch. To a listener the same steps are
-    shown, in more launches.
+    """For few rows an expert: nothing touches padding, and every step is one launch. With a listener there are more
+    launches, of the same steps.
     """
     quantizer, seen = _SPEC.activation, listened_to()
     assert quantizer is not None
@@ -237,26 +237,32 @@ def _few_steps(
     decode_gemm(inner, w2, groups, out=fc2)
     if seen:
         _count_bad(operand, inner, groups, bad)
-        _show(groups, operand, fc1, act, inner, fc2)
+    show_operands(groups, operand, inner)
+    show_rows(groups, fc1, act, fc2)
     return fc1, None, fc2
 
 
-def _show(
-    groups: ExpertGroups,
-    operand: GroupedOperand,
-    fc1: torch.Tensor,
-    act: torch.Tensor | None,
-    inner: GroupedOperand,
-    fc2: torch.Tensor,
-) -> None:
-    """The rows in use, in the order of `kernels.reference`. Waits for the device."""
-    rows = groups.row_of_slot.flatten().long()
-    used = rows[rows >= 0].sort().values
-    assert act is not None
-    show(Operand.FC1_INPUT, Shown(packed_rows(operand, used), None))
-    show(Operand.FC2_INPUT, Shown(packed_rows(inner, used), None))
+def show_operands(groups: ExpertGroups, first: GroupedOperand, second: GroupedOperand) -> None:
+    """FC1's and FC2's packed inputs, the rows in use, to a listener. Waits for the device then."""
+    if listened_to():
+        for name, operand in ((Operand.FC1_INPUT, first), (Operand.FC2_INPUT, second)):
+            show(name, Shown(packed_rows(operand, _used_rows(groups)), None))
+
+
+def show_rows(groups: ExpertGroups, fc1: torch.Tensor, act: torch.Tensor | None, fc2: torch.Tensor) -> None:
+    """The rows in use, to a listener. Waits for the device then."""
+    if not listened_to():
+        return
+    used = _used_rows(groups)
     for name, tensor in (("fc1", fc1), ("swiglu", act), ("fc2", fc2)):
+        assert tensor is not None
         show(name, tensor[used])
+
+
+def _used_rows(groups: ExpertGroups) -> torch.Tensor:
+    """int64: the rows that are not padding, in the order of `kernels.routing.Routing`."""
+    rows = groups.row_of_slot.flatten().long()
+    return rows[rows >= 0].sort().values
 
 
 def groups_of(tensors: Sequence[torch.Tensor]) -> ExpertGroups:

@@ -88,7 +88,9 @@ class EngineActor(Actor):
     def take_imposed(self, layer: int) -> Imposed:
         return self.layers.pop(layer)
 
-    def inputs(self, corpus: Corpus, temperature: float, layers: Sequence[int]) -> dict[int, list[Given]]:
+    def inputs(
+        self, corpus: Corpus, temperature: float, layers: Sequence[int]
+    ) -> tuple[list[np.ndarray], dict[int, list[Given]]]:
         return self.engine.inputs(corpus, temperature, layers)
 
     def score_with(

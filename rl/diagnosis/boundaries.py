@@ -9,13 +9,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from kernels.quantizer_spec import ScaleDomain
 from kernels.spec import ExecutionSpec, FieldDifference, spec_diff
 from kernels.spec_diff.changes import single_changes
 from rl.diagnosis.compare import PartDifference, compare
 from rl.diagnosis.corpus import Corpus, flat
 from rl.diagnosis.deviation import FEW, Deviation, deviation_of
-from rl.diagnosis.engine import Given, Trace
+from rl.diagnosis.engine import Given, Trace, shares_scales
 from rl.diagnosis.reference import (
     Weights,
     changes_values,
@@ -114,15 +113,11 @@ def examine_layer(
         fields,
         diff,
         tuple(deviations),
-        any(_shares(spec) for spec in (a.spec, b.spec)),
+        any(shares_scales(spec) for spec in (a.spec, b.spec)),
         a.backend,
         b.backend,
         moved,
     )
-
-
-def _shares(spec: ExecutionSpec) -> bool:
-    return spec.activation is not None and spec.activation.outer_domain is ScaleDomain.TENSOR
 
 
 def _logp_difference(
@@ -197,8 +192,7 @@ def examine(
     progress: Callable[[int], None] = lambda done: None,
 ) -> list[LayerResult]:
     """`examine_layer` of every layer in `layers`, on the left engine's natural inputs."""
-    own_logp = left.score(corpus, temperature)
-    inputs = left.inputs(corpus, temperature, list(layers))
+    own_logp, inputs = left.inputs(corpus, temperature, list(layers))
 
     def score_with(layer: int, outputs: list[torch.Tensor]) -> list[np.ndarray]:
         return left.score_with(corpus, temperature, layer, outputs)

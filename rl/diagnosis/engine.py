@@ -18,6 +18,7 @@ from kernels import backends
 from kernels.experts import ExpertWeights, StoredLayout
 from kernels.precision_map import PrecisionMap
 from kernels.probe import Shown, listening
+from kernels.quantizer_spec import Block, ScaleDomain
 from kernels.report import EngineReport
 from kernels.routing import Routing, sort_slots
 from kernels.spec import ExecutionSpec, RouterPosition
@@ -59,13 +60,15 @@ class Given:
 class Trace:
     """What an engine computed from a `Given`.
 
-    weights: what it holds, `ExpertWeights.tensors` in rows. stale: names of tensors that it uses in their place and
-    that are not what its own back end makes of them now. operands: `FC1 input`, `FC2 input` as they were shown. fc1,
-    swiglu, fc2: in grouped order; None where the back end does not show them. combined: [R, H].
+    device: the type of device that computed. weights: what it holds, `ExpertWeights.tensors` in rows. stale: names of
+    tensors that it uses in their place and that are not what its own back end makes of them now. operands: `FC1 input`,
+    `FC2 input` as they were shown. fc1, swiglu, fc2: in grouped order; None where the back end does not show them.
+    combined: [R, H].
     """
 
     spec: ExecutionSpec
     backend: str
+    device: str
     weights: Mapping[str, torch.Tensor]
     stale: tuple[str, ...]
     operands: Mapping[str, Sequence[Shown] | torch.Tensor]
@@ -149,8 +152,12 @@ class Engine(ABC):
         stored = next(iter(self.held(layer)[0].tensors().values()))
         return backends.choose(self.spec(layer), stored.device)
 
-    def inputs(self, corpus: Corpus, temperature: float, layers: Sequence[int]) -> dict[int, list[Given]]:
-        """What reaches the experts of each layer, one `Given` for each of the engine's batches, on the CPU."""
+    def inputs(
+        self, corpus: Corpus, temperature: float, layers: Sequence[int]
+    ) -> tuple[list[np.ndarray], dict[int, list[Given]]]:
+        """`score`, and what reaches the experts of each layer, one `Given` for each of the engine's batches, on the
+        CPU.
+        """
         found: dict[int, list[Given]] = {layer: [] for layer in layers}
 
         def see(call: Call) -> None:
@@ -158,8 +165,8 @@ class Engine(ABC):
             found[call.layer].append(Given(x, ids, p, call.sequences, call.positions))
 
         with self.tapped({layer: see for layer in layers}):
-            self.score(corpus, temperature)
-        return found
+            logp = self.score(corpus, temperature)
+        return logp, found
 
     def score_with(
         self, corpus: Corpus, temperature: float, layer: int, outputs: Sequence[torch.Tensor]
@@ -185,8 +192,8 @@ class Engine(ABC):
         token; and its FC1 and FC2 outputs at the chosen positions of every sequence under the experts in `routes`
         (None: its own). The forward pass itself goes on with the router's own.
 
-        Every batch is computed as a whole, as scales may be shared by its tokens. A token whose route does not name
-        experts of the layer keeps its own.
+        Where tokens share scales a batch of which any token is sent elsewhere is computed again as a whole, else those
+        tokens alone. A token whose route does not name experts of the layer keeps its own.
         """
         parts: dict[int, list[tuple[np.ndarray, Imposed]]] = {layer: [] for layer in layers}
         shape = len(corpus.sequences), max(map(len, corpus.sequences))
@@ -206,9 +213,8 @@ class Engine(ABC):
             table[call.sequences, call.positions] = call.ids.cpu().numpy()
             given = table if routes is None else routes[call.layer]
             kept = wanted[call.sequences, call.positions]
-            shown = latest if routes is None else None
             route = given[call.sequences, call.positions]
-            one = self._imposed_rows(call, route, np.flatnonzero(kept), shown)
+            one = self._imposed_rows(call, route, np.flatnonzero(kept), latest)
             parts[call.layer].append((call.sequences[kept] * shape[1] + call.positions[kept], one))
 
         with listening(keep), self.tapped({layer: see for layer in layers}):
@@ -216,30 +222,45 @@ class Engine(ABC):
         return logp, own, {layer: _in_order(found) for layer, found in parts.items()}
 
     def _imposed_rows(
-        self, call: Call, route: np.ndarray, kept: np.ndarray, shown: Mapping[str, torch.Tensor] | None
+        self, call: Call, route: np.ndarray, kept: np.ndarray, shown: Mapping[str, torch.Tensor]
     ) -> Imposed:
-        """The rows `kept` of a call under the experts `route`, int [R, k]. shown: what the call itself has shown, where
-        these are its own experts; then nothing is computed again.
+        """The rows `kept` of a call under the experts `route`, int [R, k]. shown: what the call itself has shown, which
+        holds for tokens that the router sends to these experts as well.
         """
-        given = torch.from_numpy(route.astype(np.int64)).to(call.ids.device)
-        unknown = (given < 0) | (given >= self.experts)
-        ids = torch.where(unknown.any(1, keepdim=True), call.ids, given)
-        if shown is None:
-            ids, coefficients = sort_slots(ids, self._coefficients(call.layer, call.x, ids))
-            shown = self._run(call.layer, Given(call.x, ids, coefficients, call.sequences, call.positions))
-        else:
-            coefficients = call.coefficients
-        fc1, fc2 = self._slots(call.layer, ids, shown)
-        rows = torch.from_numpy(kept)
-        by_expert = ids.argsort(1).cpu()[rows]
+        device, rows = call.ids.device, torch.from_numpy(kept)
+        given = torch.from_numpy(route.astype(np.int64)).to(device)
+        unknown = ((given < 0) | (given >= self.experts)).any(1)
+        elsewhere = (given.sort(1).values != call.ids.sort(1).values).any(1) & ~unknown
+        ids, coefficients = call.ids.clone(), call.coefficients.detach().clone()
+        moved = elsewhere.nonzero().flatten()
+        ids[moved], coefficients[moved] = sort_slots(
+            given[moved], self._coefficients(call.layer, call.x[moved], given[moved])
+        )
+        rows = rows.to(device)
+        fc1, fc2 = self._slots(call.layer, call.ids, shown, rows)
+        if len(moved):
+            together = shares_scales(self.spec(call.layer))
+            again = torch.arange(len(ids), device=device) if together else rows[elsewhere[rows]]
+            place = rows if together else torch.arange(len(again), device=device)
+            target = slice(None) if together else elsewhere[rows]
+            here = again.cpu().numpy()
+            other = Given(
+                call.x[again],
+                ids[again],
+                coefficients[again],
+                call.sequences[here],
+                call.positions[here],
+            )
+            fc1[target], fc2[target] = self._slots(call.layer, other.ids, self._run(call.layer, other), place)
+        by_expert = ids[rows].argsort(1)
         return Imposed(
-            call.x.detach().cpu()[rows],
-            call.ids.detach().cpu()[rows],
-            coefficients.detach().cpu()[rows].gather(1, by_expert),
-            fc1[rows].take_along_dim(by_expert[:, :, None], 1),
-            fc2[rows].take_along_dim(by_expert[:, :, None], 1),
+            call.x.detach()[rows].cpu(),
+            call.ids.detach()[rows].cpu(),
+            coefficients[rows].gather(1, by_expert).cpu(),
+            fc1.take_along_dim(by_expert[:, :, None], 1).cpu(),
+            fc2.take_along_dim(by_expert[:, :, None], 1).cpu(),
             self.spec(call.layer).router_position is not RouterPosition.FC2_OUTPUT,
-            int(unknown.cpu()[rows].sum()),
+            int(unknown[rows].sum()),
         )
 
     def trace(self, layer: int, given: Given) -> Trace:
@@ -255,6 +276,7 @@ class Engine(ABC):
         return Trace(
             spec,
             kernels.name,
+            combined.device.type,
             {name: tensor.detach().cpu().clone() for name, tensor in rows.tensors().items()},
             stale,
             {name: seen.operands[name] for name in ("FC1 input", "FC2 input") if name in seen.operands},
@@ -278,15 +300,23 @@ class Engine(ABC):
         return seen.tensors
 
     def _slots(
-        self, layer: int, ids: torch.Tensor, shown: Mapping[str, torch.Tensor]
+        self, layer: int, ids: torch.Tensor, shown: Mapping[str, torch.Tensor], rows: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """FC1 and FC2 of every slot, [R, k, *], in the order of `ids`, on the CPU."""
+        """FC1 and FC2 of every slot of some rows (int64 [N]), [N, k, *], in the order of `ids`."""
         if not {"fc1", "fc2"} <= shown.keys():
             name = self.kernels(layer).name
             raise ValueError(f"the back end {name!r} of {self.kind} does not show the outputs of FC1 and FC2")
-        routing = Routing.group(ids.cpu(), self.experts)
-        rows = [shown[name].detach().cpu() for name in ("fc1", "fc2")]
-        return routing.by_token(rows[0]), routing.by_token(rows[1])
+        routing = Routing.group(ids, self.experts)
+        fc1, fc2 = (routing.by_token(shown[name].detach().to(ids.device))[rows] for name in ("fc1", "fc2"))
+        return fc1, fc2
+
+
+def shares_scales(spec: ExecutionSpec) -> bool:
+    """Whether tokens of an expert share an activation scale, so that each depends on the others."""
+    activation = spec.activation
+    return activation is not None and (
+        activation.outer_domain is ScaleDomain.TENSOR or activation.block is Block.TILE_16
+    )
 
 
 class Seen:

@@ -13,12 +13,12 @@ from learner.mapping import is_expert, rules
 
 
 class Masters:
-    """dtype: of the weights as the engines hold them."""
+    """dtype, device: of the weights as the engines hold them."""
 
-    def __init__(self, folder: Path, dtype: str):
+    def __init__(self, folder: Path, dtype: str, device: str = "cpu"):
         config = read_config(folder)
         family = family_of(config)
-        self._dtype = getattr(torch, dtype)
+        self._dtype, self._device = getattr(torch, dtype), torch.device(device)
         self._rules = {
             rule.megatron: rule for rule in rules(family, family.read(config)) if is_expert(rule.megatron)
         }
@@ -38,4 +38,4 @@ class Masters:
         for file in {self._files[part] for part in rule.hf}:
             with safe_open(file, framework="pt") as stored:
                 tensors |= {part: stored.get_tensor(part) for part in rule.hf if self._files[part] == file}
-        return rule.merge([tensors[part] for part in rule.hf]).to(self._dtype)
+        return rule.merge([tensors[part] for part in rule.hf]).to(self._dtype).to(self._device)

@@ -34,6 +34,7 @@ def reference_trace(spec: ExecutionSpec, masters: Weights, given: Given) -> Trac
     return Trace(
         spec,
         "reference",
+        combined.device.type,
         weights.tensors(),
         (),
         seen.operands,

@@ -11,6 +11,7 @@ from typing import Any
 
 from rich.console import Console
 
+from kernels.precision_map import PrecisionMap
 from kernels.spec import ExecutionSpec
 from rl.compose import to_yaml
 from rl.diagnosis import studies
@@ -48,17 +49,17 @@ def diagnose(plan: Plan, console: Console) -> Iterator[Outcome]:
             f"{len(corpus.sequences)} sequences of {len(set(corpus.prompts))} prompts, {corpus.tokens} response tokens"
         )
         work = _Work(plan, folder, Store(folder.path / "pieces"), pair, corpus, console)
-        pieces: dict[str, dict[str, Piece]] = {}
-        for study in _ordered(plan.study):
-            pieces[study] = getattr(work, study)()
+        pieces: dict[str, dict[str, Piece]] = {study: {} for study in _ordered(plan.study)}
+        for study, found in work.parts():
+            pieces[study] |= found
             if pair.reports:
                 record_engines(folder, [report for own in pair.reports.values() for report in own])
-            yield Outcome(plan, folder, corpus, dict(pieces))
+            yield Outcome(plan, folder, corpus, {name: dict(own) for name, own in pieces.items()})
 
 
 def _ordered(study: tuple[str, ...]) -> list[str]:
     """Routing comes ahead of frozen, whose log-probabilities it brings with it."""
-    order = ("routing", "frozen", "scale", "boundaries", "attribution")
+    order = ("routing", "frozen", "boundaries", "scale", "attribution")
     return sorted(study, key=order.index)
 
 
@@ -69,12 +70,21 @@ class _Work:
         self.plan, self.folder, self.store, self.pair = plan, folder, store, pair
         self.corpus, self.console = corpus, console
         self.layers = plan.layers
+        self._left: tuple[Any, studies.LeftPass] | None = None  # the latest, and what it depends on
 
-    def frozen(self) -> dict[str, Piece]:
-        return {label: self._frozen(label) for label in self.plan.labels}
-
-    def routing(self) -> dict[str, Piece]:
-        return {label: self._routing(label) for label in self.plan.labels}
+    def parts(self) -> Iterator[tuple[str, dict[str, Piece]]]:
+        """Study and pieces: all studies of a condition, then the next condition, as to put an engine under another spec
+        takes it seconds.
+        """
+        own = {"routing": self._routing, "frozen": self._frozen, "boundaries": self._boundaries}
+        study = _ordered(self.plan.study)
+        for label in self.plan.labels:
+            for name in study:
+                if name in own:
+                    yield name, {label: own[name](label)}
+        for name in study:
+            if name not in own:
+                yield name, getattr(self, name)()
 
     def scale(self) -> dict[str, Piece]:
         """For each of its conditions the table of the study frozen, and, named `routing LABEL`, that of routing."""
@@ -83,9 +93,6 @@ class _Work:
             found[f"routing {label}"] = self._routing(label)
             found[label] = self._frozen(label)
         return found
-
-    def boundaries(self) -> dict[str, Piece]:
-        return {label: self._boundaries(label) for label in self.plan.labels}
 
     def attribution(self) -> dict[str, Piece]:
         plan = self.plan
@@ -126,8 +133,10 @@ class _Work:
 
         def make() -> Piece:
             with self._progress("routing", label, 1) as advance:
+                engines = self.pair.under(label, maps)
+                left = self._left_pass(engines[0], maps[0], layers)
                 piece, table = studies.routing(
-                    self.pair.under(label, maps), self.corpus, self.plan.temperature, layers, config.tokens
+                    left, engines[1], self.corpus, self.plan.temperature, config.tokens
                 )
                 advance(1)
             self.store.piece(f"frozen.{label}", self._settings(*maps, self.corpus), lambda: ({}, table))
@@ -135,6 +144,14 @@ class _Work:
 
         settings = [self._settings(*maps, self.corpus), layers, config.tokens]
         return self.store.piece(f"routing.{label}", settings, make)
+
+    def _left_pass(self, left: Any, own: PrecisionMap, layers: list[int]) -> studies.LeftPass:
+        """Of conditions that follow each other and differ in the right engine alone, one."""
+        if self._left is None or self._left[0] != own:
+            self._left = None  # not both in memory
+            tokens = self.plan.config.routing.tokens
+            self._left = own, studies.left_pass(left, self.corpus, self.plan.temperature, layers, tokens)
+        return self._left[1]
 
     def _boundaries(self, label: str) -> Piece:
         maps, config = self.plan.conditions[label], self.plan.config.boundaries

@@ -6,7 +6,7 @@ with both conditions of a paired difference (Efron and Tibshirani 1993, sections
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
@@ -65,9 +65,14 @@ class Weighted:
         bounded = np.clip(d, -LOG_RATIO_BOUND, LOG_RATIO_BOUND)
         ratio = np.exp(bounded)
         distance = np.abs(d)
-        self._order = np.argsort(distance, kind="stable")
-        self._sorted = distance[self._order]
-        self._sorted_clusters = self.clusters[self._order]
+        order = np.argsort(distance, kind="stable")
+        self._sorted = distance[order]
+        self._sorted_clusters = self.clusters[order]
+        self._largest = np.full(self.count, -np.inf)
+        np.maximum.at(self._largest, self.clusters, distance)
+        self._counted: tuple[Counts, Counts] | None = (
+            None  # the latest `times`, and what `quantile` makes of it
+        )
         per_token = {
             "one": np.ones_like(d),
             "d": d,
@@ -90,15 +95,16 @@ class Weighted:
 
     def quantile(self, q: float, times: Counts) -> float:
         """Of |d|, linear between neighbours, as `numpy.quantile` of the repeated tokens."""
-        ends = np.cumsum(times[self._sorted_clusters])
+        if self._counted is None or self._counted[0] is not times:
+            self._counted = times, np.cumsum(times[self._sorted_clusters])
+        ends = self._counted[1]
         place = q * (ends[-1] - 1)
         below = int(np.floor(place))
         low, high = np.searchsorted(ends, [below, min(below + 1, ends[-1] - 1)], side="right")
         return float(self._sorted[low] + (place - below) * (self._sorted[high] - self._sorted[low]))
 
     def largest(self, times: Counts) -> float:
-        present = times[self._sorted_clusters] > 0
-        return float(self._sorted[np.flatnonzero(present)[-1]])
+        return float(self._largest[times > 0].max())
 
 
 Statistic = Callable[[Weighted, Counts], float]
@@ -143,34 +149,49 @@ class Bootstrap:
         return float(low), float(high)
 
 
-def estimates(data: Clustered, bounds: Bounds, bootstrap: Bootstrap) -> dict[str, Estimate]:
-    """Every statistic of `STATISTICS`, with its interval."""
-    weighted, draws = Weighted(data, bounds), bootstrap.draws(data.count)
-    once = np.ones(data.count, np.int64)
-    return {
-        name: _estimate(bootstrap, statistic(weighted, once), [statistic(weighted, times) for times in draws])
-        for name, statistic in STATISTICS.items()
-    }
+def estimates(
+    data: Clustered, bounds: Bounds, bootstrap: Bootstrap, names: Sequence[str] = tuple(STATISTICS)
+) -> dict[str, Estimate]:
+    """Statistics of `STATISTICS`, with their intervals."""
+    weighted = Weighted(data, bounds)
+
+    def values(times: Counts) -> list[float]:
+        return [STATISTICS[name](weighted, times) for name in names]
+
+    return _estimates(values, names, data.count, bootstrap)
 
 
 def paired_increase(
-    left: Clustered, right: Clustered, bounds: Bounds, bootstrap: Bootstrap
+    left: Clustered,
+    right: Clustered,
+    bounds: Bounds,
+    bootstrap: Bootstrap,
+    names: Sequence[str] = tuple(STATISTICS),
 ) -> dict[str, Estimate]:
-    """Every statistic of `right` minus that of `left`; each resample draws the same clusters on both sides.
+    """Statistics of `right` minus those of `left`; each resample draws the same clusters on both sides.
 
     Raises ValueError unless both have the same number of clusters.
     """
     if left.count != right.count:
         raise ValueError(f"paired conditions need the same clusters, got {left.count} and {right.count}")
-    a, b, draws = Weighted(left, bounds), Weighted(right, bounds), bootstrap.draws(left.count)
-    once = np.ones(left.count, np.int64)
+    a, b = Weighted(left, bounds), Weighted(right, bounds)
+
+    def values(times: Counts) -> list[float]:
+        return [STATISTICS[name](b, times) - STATISTICS[name](a, times) for name in names]
+
+    return _estimates(values, names, left.count, bootstrap)
+
+
+def _estimates(
+    values: Callable[[Counts], list[float]], names: Sequence[str], clusters: int, bootstrap: Bootstrap
+) -> dict[str, Estimate]:
+    """values: of the statistics `names`, when each cluster counts so many times."""
+    resampled = [values(times) for times in bootstrap.draws(clusters)]
+    once = values(np.ones(clusters, np.int64))
+    columns = zip(*resampled, strict=True)
     return {
-        name: _estimate(
-            bootstrap,
-            statistic(b, once) - statistic(a, once),
-            [statistic(b, times) - statistic(a, times) for times in draws],
-        )
-        for name, statistic in STATISTICS.items()
+        name: _estimate(bootstrap, value, list(column))
+        for name, value, column in zip(names, once, columns, strict=True)
     }
 
 

@@ -36,27 +36,40 @@ def token_table(corpus: Corpus, left: np.ndarray, right: np.ndarray) -> dict[str
     }
 
 
+@dataclass(frozen=True, eq=False)
+class LeftPass:
+    """What the left engine gave in one pass: log-probabilities, routes, and the layers under its own experts."""
+
+    logp: list[np.ndarray]
+    routes: dict[int, np.ndarray]
+    layers: dict[int, Imposed]
+
+
+def left_pass(left: Any, corpus: Corpus, temperature: float, layers: Sequence[int], tokens: int) -> LeftPass:
+    """The left engine's part of `routing`."""
+    logp, routes = left.imposed(corpus, temperature, layers, None, corpus.choose(tokens))
+    return LeftPass(logp, routes, {layer: left.take_imposed(layer) for layer in layers})
+
+
 def routing(
-    engines: Engines, corpus: Corpus, temperature: float, layers: Sequence[int], tokens: int
+    left: LeftPass, right: Any, corpus: Corpus, temperature: float, tokens: int
 ) -> tuple[Piece, dict[str, np.ndarray]]:
     """At each layer the left engine's experts in both, each with its own input and coefficients.
 
     Returns squared norms by layer and prompt, and the table of log-probabilities, which come with it.
     """
-    left, right = engines
-    chosen = corpus.choose(tokens)
-    left_logp, routes = left.imposed(corpus, temperature, layers, None, chosen)
-    right_logp, _ = right.imposed(corpus, temperature, layers, routes, chosen)
+    chosen, layers = corpus.choose(tokens), list(left.layers)
+    right_logp, _ = right.imposed(corpus, temperature, layers, left.routes, chosen)
     prompts = np.repeat(np.array(corpus.prompts), [len(own) for own in chosen])
     rows: list[dict[str, Any]] = []
     invalid = 0
-    for layer in layers:
-        a, b = both(engines, "take_imposed", layer)
+    for layer, a in left.layers.items():
+        b = right.take_imposed(layer)
         invalid += a.invalid + b.invalid
         rows += _norms(layer, a, b, prompts)
     table = {key: np.array([row[key] for row in rows]) for key in rows[0]}
-    result = {"layers": list(layers), "invalid_experts": invalid, "tokens": len(prompts)}
-    return (result, table), token_table(corpus, flat(left_logp), flat(right_logp))
+    result = {"layers": layers, "invalid_experts": invalid, "tokens": len(prompts)}
+    return (result, table), token_table(corpus, flat(left.logp), flat(right_logp))
 
 
 def _norms(layer: int, a: Imposed, b: Imposed, prompts: np.ndarray) -> list[dict[str, Any]]:

@@ -207,9 +207,10 @@ def verdict(label: str, piece: Piece) -> Verdict:
 
 def _attribution(piece: Piece, bootstrap: Bootstrap) -> AttributionResult:
     result, table = piece
-    bounds = Bounds()  # neither the mean nor a quantile of |d| depends on it
+    bounds, shown = Bounds(), ("abs_mean", "p99")  # neither depends on the clip range
+    alone = Bootstrap(1, bootstrap.confidence, bootstrap.seed)
     start = _clustered(table, result["start"])
-    before = estimates(start, bounds, bootstrap)
+    before = estimates(start, bounds, alone, shown)
     directions: dict[str, list[AttributionStep]] = {"forwards": [], "backwards": []}
     for direction, steps in directions.items():
         previous, column = start, result["start"]
@@ -217,8 +218,8 @@ def _attribution(piece: Piece, bootstrap: Bootstrap) -> AttributionResult:
             if step["direction"] != direction:
                 continue
             now = _clustered(table, step["column"])
-            moved = paired_increase(previous, now, bounds, bootstrap)
-            once = estimates(now, bounds, Bootstrap(1, bootstrap.confidence, bootstrap.seed))
+            moved = paired_increase(previous, now, bounds, bootstrap, shown)
+            once = estimates(now, bounds, alone, shown)
             steps.append(
                 AttributionStep(
                     tuple(f"{f['field']}: {f['left']} -> {f['right']}" for f in step["fields"]),

@@ -30,7 +30,7 @@ class VllmEngine(Engine):
         if precision_map is None:
             self.layers = self.experts = 0
             return
-        self.masters = Masters(folder, config.dtype)
+        self.masters = Masters(folder, config.dtype, config.device)
         architecture = model_architecture(folder)
         self.layers, self.experts = architecture.layers, architecture.experts
         self.renormalize = architecture.renormalize_router

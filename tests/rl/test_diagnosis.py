@@ -17,10 +17,15 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from kernels.catalogue import CATALOGUE, named_spec
+from kernels.experts import TORCH_TYPE, ExpertWeights
+from kernels.precision_map import PrecisionMap
+from kernels.reference import expert_rows, prepare
+from kernels.routing import Routing
 from kernels.spec import spec_diff
 from rl.diagnose import main
 from rl.diagnosis.corpus import Corpus
 from rl.diagnosis.figures import draw_all
+from rl.diagnosis.hf import HfEngine
 from rl.diagnosis.reference import alternatives, changes_values
 from rl.diagnosis.statistics import Bootstrap, Bounds
 from rl.diagnosis.store import Store
@@ -121,6 +126,44 @@ def test_a_piece_is_made_once_whole_or_not_at_all(tmp_path: Path):
     with pytest.raises(TypeError):
         store.piece("frozen.c", {}, lambda: ({"not JSON": object()}, table))
     assert len(list((tmp_path / "pieces").iterdir())) == 2  # nothing half-made is left
+
+
+@pytest.mark.parametrize("name", ["bf16", "minite", "te_per_tensor"])
+def test_imposed_experts_are_computed_as_in_a_batch_that_was_sent_there(name: str, place: Path):
+    """Against the reference layer on the engine's own inputs with the given experts, whole batches at a time; a route
+    that names no expert is counted, and leaves its token with its own.
+    """
+    precision_map = PrecisionMap.resolve(2, named_spec(name))
+    engine = HfEngine(place / "model", precision_map, "float32")
+    corpus = Corpus.read(place / "sequences.json")
+    logp, own, free = engine.imposed(corpus, 1.0, [0, 1], None, corpus.choose(5))
+    given = {layer: table.copy() for layer, table in own.items()}
+    for sequence, tokens in enumerate(corpus.sequences):
+        there = np.arange(sequence % 2, len(tokens), 3)
+        given[1][sequence, there] = (given[1][sequence, there] + 1) % engine.experts
+    given[1][0, corpus.choose(5)[0][0]] = engine.experts
+    again, _, found = engine.imposed(corpus, 1.0, [0, 1], given, corpus.choose(5))
+    assert all(
+        np.array_equal(a, b) for a, b in zip(logp, again, strict=True)
+    )  # the pass goes on with its own
+    assert torch.equal(found[0].fc1, free[0].fc1) and torch.equal(found[0].fc2, free[0].fc2)
+    assert (found[0].invalid, found[1].invalid, free[1].invalid) == (0, 1, 0)
+
+    spec, masters = precision_map.spec_for(1), engine.blocks[1].experts.masters
+    prepared = prepare(ExpertWeights.quantize(*masters, spec), spec)
+    expected: dict[str, list[torch.Tensor]] = {"fc1": [], "fc2": []}
+    for call, positions in zip(engine.inputs(corpus, 1.0, [1])[1][1], corpus.choose(5), strict=True):
+        routes = torch.from_numpy(given[1][call.sequences, call.positions].astype(np.int64))
+        ids = torch.where((routes == engine.experts).any(1, keepdim=True), call.ids, routes)
+        routing = Routing.group(ids, engine.experts)
+        rows = expert_rows(call.x.to(TORCH_TYPE[spec.operand]), routing, prepared, call.coefficients)
+        for part, own_rows in expected.items():
+            slots = routing.by_token(getattr(rows, part)).take_along_dim(ids.argsort(1)[:, :, None], 1)
+            own_rows.append(slots[positions])
+    # Under te_per_tensor FC2's input holds the coefficients, which other experts change.
+    for part in ("fc1",) if name == "te_per_tensor" else ("fc1", "fc2"):
+        assert torch.equal(getattr(found[1], part), torch.cat(expected[part]))
+        assert not torch.equal(getattr(found[1], part), getattr(free[1], part))
 
 
 WRONG = {
