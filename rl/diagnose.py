@@ -11,7 +11,7 @@ from rl.command import override_parser, run_command
 from rl.compose import load_extended
 from rl.diagnosis.config import ENGINES, STUDIES, DiagnoseConfig
 
-_REPORT_EVERY = 60.0  # seconds, at least, between reports of what is done so far
+_REPORT_EVERY = 300.0  # seconds, at least, between reports of what is done so far: each takes some itself
 
 
 def main(arguments: list[str] | None = None) -> int:

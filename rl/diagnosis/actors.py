@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,7 +41,8 @@ def open_engine(
         case "vllm":
             from rl.diagnosis.vllm import VllmEngine
 
-            return VllmEngine(folder, precision_map, sampler)
+            # There is no learner at work that the GPU would have to be left to.
+            return VllmEngine(folder, precision_map, replace(sampler, sleep="off"))
         case _:
             from rl.diagnosis.hf import HfEngine
 

@@ -13,7 +13,7 @@ from learner.mapping import is_expert, rules
 
 
 class Masters:
-    """dtype, device: of the weights as the engines hold them."""
+    """dtype, device: of the weights as the engines hold them. On a GPU they are read once, and stay there."""
 
     def __init__(self, folder: Path, dtype: str, device: str = "cpu"):
         config = read_config(folder)
@@ -22,6 +22,7 @@ class Masters:
         self._rules = {
             rule.megatron: rule for rule in rules(family, family.read(config)) if is_expert(rule.megatron)
         }
+        self._kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._files: dict[str, Path] = {}
         for file in sorted(folder.glob("*.safetensors")):
             with safe_open(file, framework="pt") as stored:
@@ -29,8 +30,13 @@ class Masters:
 
     def __call__(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """w13 [E, 2F, H], gate rows first, and w2 [E, H, F]."""
-        prefix = f"decoder.layers.{layer}.mlp.experts.weight"
-        return self._merged(f"{prefix}1"), self._merged(f"{prefix}2")
+        if layer not in self._kept:
+            prefix = f"decoder.layers.{layer}.mlp.experts.weight"
+            found = self._merged(f"{prefix}1"), self._merged(f"{prefix}2")
+            if self._device.type == "cpu":
+                return found
+            self._kept[layer] = found
+        return self._kept[layer]
 
     def _merged(self, name: str) -> torch.Tensor:
         rule = self._rules[name]
