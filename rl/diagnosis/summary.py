@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from rl.diagnosis.boundaries import LayerResult
+from rl.diagnosis.config import DiagnoseConfig
+from rl.diagnosis.corpus import Corpus
 from rl.diagnosis.session import Outcome
 from rl.diagnosis.statistics import (
     Bootstrap,
@@ -97,6 +99,7 @@ class AttributionStep:
 class AttributionResult:
     left: str
     right: str
+    prompts: int
     tokens: int
     start_abs_mean: float
     start_p99: float
@@ -134,8 +137,21 @@ def summarise(outcome: Outcome) -> Summary:
         _scale(pieces.get("scale", {}), config.scale.spec, plan.changes, bounds, bootstrap),
         [verdict(label, piece) for label, piece in pieces.get("boundaries", {}).items()],
         next((_attribution(piece, bootstrap) for piece in pieces.get("attribution", {}).values()), None),
-        list(plan.notes),
+        [*plan.notes, *_sizes(config, plan.study, outcome.corpus)],
     )
+
+
+def _sizes(config: DiagnoseConfig, study: Sequence[str], corpus: Corpus) -> list[str]:
+    """Which part of the sequences the studies were made on that do not take all of them."""
+    prompts, longest = len(set(corpus.prompts)), max(map(len, corpus.sequences))
+    found = [
+        f"{name}: the first {own.prompts} of {prompts} prompts ({name}.prompts)"
+        for name, own in (("boundaries", config.boundaries), ("attribution", config.attribution))
+        if name in study and own.prompts < prompts
+    ]
+    if {"routing", "scale"} & set(study) and config.routing.tokens < longest:
+        found.append(f"routing: at most {config.routing.tokens} tokens of each sequence (routing.tokens)")
+    return [f"Made on a part of the text: {'; '.join(found)}."] if found else []
 
 
 def _gaps(pieces: Mapping[str, Piece], bounds: Bounds, bootstrap: Bootstrap) -> list[Gap]:
@@ -234,6 +250,7 @@ def _attribution(piece: Piece, bootstrap: Bootstrap) -> AttributionResult:
     return AttributionResult(
         result["left"],
         result["right"],
+        start.count,
         start.values.size,
         before["abs_mean"].value,
         before["p99"].value,

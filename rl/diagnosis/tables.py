@@ -149,6 +149,10 @@ def _boundary_row(layer: LayerResult) -> tuple[str, ...]:
     return (str(layer.layer), layer.first or "none", layer.boundary or "-", fields, *shown, moved)
 
 
+def size_of(result: AttributionResult) -> str:
+    return f"{result.prompts} prompts, {result.tokens:,} response tokens"
+
+
 def attribution_tables(result: AttributionResult) -> list[Table]:
     """One for each direction, a row a step."""
     headings = ("field", "mean |d| after, nat", "moved by", "P99 after, nat", "moved by")
@@ -168,7 +172,5 @@ def attribution_tables(result: AttributionResult) -> list[Table]:
                     "" if alike else interval(step.p99_move, signed=True),
                 )
             )
-        tables.append(
-            Table(f"{result.left} to {result.right}, {title} ({result.tokens} tokens)", headings, rows)
-        )
+        tables.append(Table(f"{result.left} to {result.right}, {title} ({size_of(result)})", headings, rows))
     return tables

@@ -24,6 +24,13 @@ def print_summary(console: Console, summary: Summary) -> None:
         )
     if summary.scale:
         _print(console, tables.scale_table(summary.scale))
+    if summary.attribution:
+        found = summary.attribution
+        end = found.forwards[-1].abs_mean if found.forwards else found.start_abs_mean
+        console.print(
+            f"attribution, {found.left} to {found.right} on {tables.size_of(found)}: mean |d| from"
+            f" {found.start_abs_mean:.3g} to {end:.3g} nat, in {len(found.forwards)} steps"
+        )
     for note in summary.notes:
         console.print(f"note: {note}")
 
