@@ -206,11 +206,13 @@ def _steps(
 ) -> _Steps:
     native, quantizer, seen = w13.native, _SPEC.activation, listened_to()
     assert quantizer is not None
-    form = {"packed": native or seen, "decoded": not native}
-    operand = permute_quantize(x, groups, quantizer, **form)
+    packed, decoded = native or seen, not native
+    operand = permute_quantize(x, groups, quantizer, packed=packed, decoded=decoded)
     fc1 = x.new_empty((groups.rows, w13.shape[1]), dtype=torch.bfloat16)
     grouped_gemm(operand, w13, groups, out=fc1)
-    inner, act = swiglu_quantize(fc1, groups, quantizer, **form, keep_act=keep_act or seen)
+    inner, act = swiglu_quantize(
+        fc1, groups, quantizer, packed=packed, decoded=decoded, keep_act=keep_act or seen
+    )
     fc2 = x.new_empty((groups.rows, w2.shape[1]), dtype=torch.bfloat16)
     grouped_gemm(inner, w2, groups, out=fc2)
     _count_bad(operand, inner, groups, bad)
