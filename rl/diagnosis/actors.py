@@ -41,8 +41,8 @@ def open_engine(
         case "vllm":
             from rl.diagnosis.vllm import VllmEngine
 
-            # There is no learner at work that the GPU would have to be left to.
-            return VllmEngine(folder, precision_map, replace(sampler, sleep="off"))
+            # It changes its spec and is listened to, which a captured step is not; and no learner wants its memory.
+            return VllmEngine(folder, precision_map, replace(sampler, sleep="off", cuda_graph_sizes=()))
         case _:
             from rl.diagnosis.hf import HfEngine
 

@@ -99,6 +99,7 @@ class Plan:
             "data": self.task.prompts.fingerprint,
             "sampling": asdict(self.sampling),
             "sampled_under": config.sampled_under,
+            "draws": config.sampler.draws,
             "prompts": config.prompts,
             "samples": config.samples,
             "seed": config.run.seed,
