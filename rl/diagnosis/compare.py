@@ -14,6 +14,7 @@ import torch
 from kernels.experts import ExpertWeights
 from kernels.probe import Shown
 from kernels.quantize import QuantizedTensor
+from kernels.quantizer_spec import Block
 from kernels.spec_diff.sensitivity import (
     Operand,
     compare_operands,
@@ -66,6 +67,9 @@ def compare(left: Trace, right: Trace) -> list[PartDifference]:
     found = []
     for part in PARTS:
         if part in ("w13", "w2"):
+            if _same_bytes(left, right, part):
+                found.append(_no_difference(part, left))
+                continue
             pair = _weight(left, part), _weight(right, part)
         elif part in ("FC1 input", "FC2 input"):
             if part not in left.operands or part not in right.operands:
@@ -78,6 +82,34 @@ def compare(left: Trace, right: Trace) -> list[PartDifference]:
             continue
         found.append(_operands(part, *pair))
     return found
+
+
+def _same_bytes(left: Trace, right: Trace, part: str) -> bool:
+    """Whether a weight is stored as the same bytes with the same meaning: then there is nothing to decode."""
+    if (left.spec.weight, left.spec.operand) != (right.spec.weight, right.spec.operand):
+        return False
+    mine, theirs = (
+        {name: tensor for name, tensor in trace.weights.items() if name.startswith(f"{part}.")}
+        for trace in (left, right)
+    )
+    return (
+        bool(mine)
+        and mine.keys() == theirs.keys()
+        and all(
+            tensor.dtype == theirs[name].dtype
+            and torch.equal(tensor.view(torch.uint8), theirs[name].view(torch.uint8))
+            for name, tensor in mine.items()
+        )
+    )
+
+
+def _no_difference(part: str, trace: Trace) -> PartDifference:
+    quantizer = trace.spec.weight
+    if quantizer is None:
+        return PartDifference(part, 0.0, None, None, None, 0.0, 0.0)
+    scales = None if quantizer.block is Block.NONE else 0.0
+    outer = 0.0 if f"{part}.outer_scales" in trace.weights else None
+    return PartDifference(part, 0.0, scales, 0.0, outer, 0.0, 0.0)
 
 
 def _operands(part: str, left: Operand, right: Operand) -> PartDifference:

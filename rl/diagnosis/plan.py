@@ -99,10 +99,10 @@ class Plan:
             "data": self.task.prompts.fingerprint,
             "sampling": asdict(self.sampling),
             "sampled_under": config.sampled_under,
-            "draws": config.sampler.draws,
             "prompts": config.prompts,
             "samples": config.samples,
             "seed": config.run.seed,
+            **({} if config.sampler.draws == "per_request" else {"draws": config.sampler.draws}),
             "file": None if self.given is None else hashlib.sha256(self.given.to_json().encode()).hexdigest(),
         }
 

@@ -18,15 +18,18 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from kernels.catalogue import CATALOGUE, named_spec
 from kernels.experts import TORCH_TYPE, ExpertWeights
+from kernels.layer_input import LayerShape, synthetic_layer
 from kernels.precision_map import PrecisionMap
 from kernels.reference import expert_rows, prepare
 from kernels.routing import Routing
 from kernels.spec import spec_diff
 from rl.diagnose import main
+from rl.diagnosis.compare import compare
 from rl.diagnosis.corpus import Corpus
+from rl.diagnosis.engine import Given
 from rl.diagnosis.figures import draw_all
 from rl.diagnosis.hf import HfEngine
-from rl.diagnosis.reference import alternatives, changes_values
+from rl.diagnosis.reference import alternatives, changes_values, reference_trace
 from rl.diagnosis.statistics import Bootstrap, Bounds
 from rl.diagnosis.store import Store
 from rl.diagnosis.studies import depths, path
@@ -164,6 +167,22 @@ def test_imposed_experts_are_computed_as_in_a_batch_that_was_sent_there(name: st
     for part in ("fc1",) if name == "te_per_tensor" else ("fc1", "fc2"):
         assert torch.equal(getattr(found[1], part), torch.cat(expected[part]))
         assert not torch.equal(getattr(found[1], part), getattr(free[1], part))
+
+
+@pytest.mark.parametrize("name", ["bf16", "minite", "te_per_tensor", "fp8_per_token"])
+def test_weights_of_the_same_bytes_need_no_decoding(name: str, monkeypatch: pytest.MonkeyPatch):
+    """What is said of them is what decoding them says; one byte that is other is found."""
+    data, spec = synthetic_layer(LayerShape(5, 32, 16, 2, 1), "gaussian", 0), named_spec(name)
+    rows = np.arange(5)
+    given = Given(data.x.float(), data.topk_ids, data.topk_weights, rows, rows)
+    left, right = (reference_trace(spec, (data.w13, data.w2), given) for _ in range(2))
+    quickly = compare(left, right)
+    with monkeypatch.context() as patch:
+        patch.setattr("rl.diagnosis.compare._same_bytes", lambda *_: False)
+        assert compare(left, right) == quickly
+    stored = next(tensor for part, tensor in right.weights.items() if part.startswith("w2."))
+    stored.view(torch.uint8)[1, 3, 2] ^= 1
+    assert [d.part for d in compare(left, right) if d.differs] == ["w2"]
 
 
 WRONG = {
