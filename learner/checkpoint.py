@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import safe_open
@@ -25,8 +25,10 @@ from torch import nn
 
 from learner.families.architecture import Architecture
 from learner.layout import Box, Place, whole
-from learner.optimizer import Optimizer
-from learner.ranks import Ranks
+
+if TYPE_CHECKING:  # who reads a checkpoint's weights needs no Megatron-core
+    from learner.optimizer import Optimizer
+    from learner.ranks import Ranks
 
 FORMAT = 1
 _WEIGHTS, _OPTIMIZER, _RNG, _STATE = "weights", "optimizer", "rng", "state.json"

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from kernels.digest import byte_view
 from learner.batch import cut
+from learner.errors import OtherRankFailed
 from learner.families.architecture import Architecture
 from learner.layout import EMBEDDING, Place
 from learner.mapping import is_expert
@@ -24,10 +25,6 @@ from learner.megatron_api import gather_from_tensor_model_parallel_region, paral
 
 # Whole on every tensor-parallel rank, each of which has the part of the gradient from its own heads or tokens.
 _PARTIAL = ("layernorm.weight", ".mlp.router.weight")
-
-
-class OtherRankFailed(RuntimeError):
-    """An error on another of the processes that share a model; what it was, that one says."""
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from learner.config import CriticConfig, LearnerConfig, ObjectiveConfig
     from learner.policy import Scores
     from rl.cluster import Remote
-    from rl.config import SyncConfig
+    from rl.config.cluster import SyncConfig
     from rl.group import Group
     from rl.rollout import Sequences
     from rl.sync.follower import Follower

@@ -22,21 +22,13 @@ from pydantic import TypeAdapter, ValidationError
 
 from kernels.catalogue import CATALOGUE
 from learner.config import LearnerConfig
-from rl.config import (
-    AlgorithmConfig,
-    ArithmeticData,
-    ClusterConfig,
-    Config,
-    EvaluationConfig,
-    FileData,
-    LoggingConfig,
-    ModelConfig,
-    RewardConfig,
-    RunConfig,
-    SpecConfig,
-    SumsData,
-    SyncConfig,
-)
+from rl.config import Config
+from rl.config.algorithm import AlgorithmConfig
+from rl.config.cluster import ClusterConfig, SyncConfig
+from rl.config.data import ArithmeticData, FileData, SumsData
+from rl.config.model import ModelConfig, SpecConfig
+from rl.config.run import LoggingConfig, RunConfig
+from rl.config.scoring import EvaluationConfig, RewardConfig
 from rl.errors import ConfigError
 from rl.override_errors import explain, known_keys, no_such_key
 from sampler.config import SamplerConfig

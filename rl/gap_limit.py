@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from rl.config import GapLimitConfig
+from rl.config.algorithm import GapLimitConfig
 from rl.errors import UserError
 from rl.records.history import History
 

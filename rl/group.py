@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from learner.config import LearnerConfig
-from learner.ranks import OtherRankFailed
+from learner.errors import OtherRankFailed
 from rl.cluster import HOST, Remote, start_actor, wait
 
 _PATIENCE_S = 20.0  # after an error on one rank, for that on which it rests

@@ -16,7 +16,7 @@ from typing import Any
 from learner.families.architecture import Architecture
 from learner.families.registry import family_of
 from learner.folders import read_config
-from rl.config import ModelConfig
+from rl.config.model import ModelConfig
 from rl.disk import room_for
 from rl.errors import ConfigError, DataError
 

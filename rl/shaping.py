@@ -11,7 +11,7 @@ import torch
 
 from learner.config import KLConfig
 from learner.kl import kl_estimate
-from rl.config import ShapingConfig
+from rl.config.algorithm import ShapingConfig
 from rl.rollout import Group, Rollout
 
 

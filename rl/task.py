@@ -7,7 +7,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rl.config import ArithmeticData, Config, FileData, SumsData
+from rl.config import Config
+from rl.config.data import ArithmeticData, FileData, SumsData
 from rl.data.arithmetic import Arithmetic
 from rl.data.files import FileProblems
 from rl.data.problem import ProblemSource

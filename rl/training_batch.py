@@ -9,7 +9,7 @@ import torch
 from learner.batch import TrainBatch
 from learner.correction import correct
 from rl.advantages import explained_variance, generalised_advantages, group_advantages, whiten
-from rl.config import AlgorithmConfig
+from rl.config.algorithm import AlgorithmConfig
 from rl.errors import UserError
 from rl.rollout import Group, Sequences
 from rl.shaping import kl_penalty, learned_from, overlong_penalties, shaped_rewards, token_rewards

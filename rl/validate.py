@@ -13,7 +13,8 @@ from kernels.precision_map import PrecisionMap
 from kernels.spec import ExecutionSpec
 from learner.families.architecture import Architecture
 from learner.layout import Layout
-from rl.config import Config, SpecConfig
+from rl.config import Config
+from rl.config.model import SpecConfig
 from rl.errors import ConfigError
 
 

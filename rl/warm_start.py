@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from rl.config import WarmStartConfig
+from rl.config.model import WarmStartConfig
 
 _WARM_UP_STEPS = 50
 _FINAL_SHARE = 0.05

@@ -35,7 +35,7 @@ free_gib=$(df -Pk . | awk 'NR==2 {print int($4 / 1048576)}')
 
 echo "setup: creating .venv with $("$python" --version) and installing $(grep -c == "$LOCK") pinned packages"
 [[ -x .venv/bin/python ]] || "$python" -m venv .venv
-pip() { .venv/bin/python -m pip install -qq --disable-pip-version-check --no-deps "$@"; }
+pip() { .venv/bin/python -m pip install -qq --disable-pip-version-check --no-deps --no-compile "$@"; }
 torch=$(grep '^torch==' "$LOCK")
 # The CPU build of torch is found where pip looks anyway (a mirror, local wheels) or on PyTorch's own index.
 pip "$torch" 2>/dev/null || pip --index-url https://download.pytorch.org/whl/cpu "$torch" \
@@ -44,4 +44,6 @@ echo "setup: torch is installed, the other packages follow (some minutes)"
 pip "$(grep '^setuptools==' "$LOCK")"
 pip --requirement "$LOCK" || fail "could not install $LOCK"
 pip --no-build-isolation --editable . || fail "could not install minite itself"
+# On all cores; pip compiles on one. Some packages hold files that are no Python of this version.
+.venv/bin/python -m compileall -qq -j 0 .venv/lib > /dev/null || true
 fingerprint > "$STAMP"

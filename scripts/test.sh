@@ -3,7 +3,8 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 ./scripts/setup.sh
-./scripts/oracles.sh
+./scripts/oracles.sh &  # beside the checks
+oracles=$!
 export MINITE_ORACLES="$PWD/.oracles"  # a wheel that is missing fails its tests
 export PATH="$PWD/.venv/bin:$PATH"
 ruff check .
@@ -12,5 +13,6 @@ lint-imports
 mypy
 shellcheck .ci/run scripts/*.sh scripts/cluster/*.sbatch
 hadolint docker/Dockerfile docker/Dockerfile.cpu
+wait "$oracles"
 # A process for each of at most four cores; the tests of a file stay together, since they share engines.
 exec env OMP_NUM_THREADS=1 python -m pytest --numprocesses=auto --maxprocesses=4 --dist=loadfile --no-loadscope-reorder "$@"

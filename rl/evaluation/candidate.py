@@ -18,7 +18,8 @@ from learner.folders import carry_from, read_config, write_model
 from learner.mapping import rules
 from rl.checkpoint import Checkpoint, CheckpointStore
 from rl.compose import from_yaml
-from rl.config import ArithmeticData, Config
+from rl.config import Config
+from rl.config.data import ArithmeticData
 from rl.errors import ConfigError, DataError
 from rl.evaluation.benchmarks import TRAINED
 from rl.evaluation.config import EngineConfig

@@ -28,7 +28,7 @@ class EngineConfig:
 
 @dataclass(frozen=True)
 class RecordConfig:
-    """W&B; see `rl.config.LoggingConfig`."""
+    """W&B; see `rl.config.run.LoggingConfig`."""
 
     wandb: Literal["off", "offline", "online"] = "off"
     project: str = "minite"

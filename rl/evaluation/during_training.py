@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from rl.config import Config, EvaluationConfig
+from rl.config import Config
+from rl.config.scoring import EvaluationConfig
 from rl.errors import ConfigError
 from rl.evaluation.benchmarks import BENCHMARKS, TRAINED, EvaluationProtocol
 from rl.evaluation.config import check_protocol

@@ -7,7 +7,8 @@ from typing import Any
 
 from learner.families.architecture import Architecture
 from learner.families.registry import family_of
-from rl.config import ArithmeticData, Config
+from rl.config import Config
+from rl.config.data import ArithmeticData
 from rl.data.arithmetic import ALPHABET
 from rl.data.character_tokenizer import character_tokenizer
 from rl.errors import ConfigError, DataError

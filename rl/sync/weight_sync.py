@@ -12,7 +12,7 @@ from typing import Any
 from kernels.precision_map import PrecisionMap
 from kernels.report import EngineReport
 from rl.cluster import ActorDied, Remote, as_done, wait
-from rl.config import SyncConfig
+from rl.config.cluster import SyncConfig
 from rl.group import Group
 from rl.sync.protocol import Announcement, attest
 from rl.sync.receiver import Installed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cache
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from tests.kernels.triton_env import DEVICE, GPU
 SPEC = named_spec("minite")
 assert SPEC.activation is not None and SPEC.weight is not None
 SHAPES = [(4, 128, 128), (2, 256, 256), (2, 48, 80)]  # experts, N, K; the last fits no tile
+Shape, Ids = tuple[int, int, int], tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,22 +38,25 @@ class Case:
         )
 
 
-def make(shape: tuple[int, int, int], ids: list[list[int]], align: int = 128, seed: int = 0) -> Case:
-    experts, features, width = shape
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(len(ids), width, generator=generator).bfloat16()
-    w = torch.randn(experts, features, width, generator=generator).bfloat16()
-    weight = quantize_weight(w, SPEC.weight)
-    on_device = QuantizedTensor(
-        *(t.to(DEVICE) for t in (weight.codes, weight.block_scales, weight.outer_scales))
+@cache
+def weight_of(shape: Shape) -> tuple[QuantizedTensor, ExpertMatrix]:
+    """On the CPU, and on the device with its decoded form, which the interpreter takes seconds to make."""
+    weight = quantize_weight(
+        torch.randn(shape, generator=torch.Generator().manual_seed(1)).bfloat16(), SPEC.weight
     )
-    groups = group(
-        torch.tensor(ids, dtype=torch.int64, device=DEVICE).view(len(ids), len(ids[0]) if ids else 2),
-        experts,
-        align,
-    )
+    parts = (weight.codes, weight.block_scales, weight.outer_scales)
+    return weight, ExpertMatrix.of(QuantizedTensor(*(t.to(DEVICE) for t in parts)), native=False)
+
+
+@cache
+def make(shape: Shape, ids: Ids, align: int = 128) -> Case:
+    experts, _, width = shape
+    x = torch.randn(len(ids), width, generator=torch.Generator().manual_seed(0)).bfloat16()
+    slots = torch.tensor(ids, dtype=torch.int64, device=DEVICE).view(len(ids), len(ids[0]) if ids else 2)
+    groups = group(slots, experts, align)
     operand = permute_quantize(x.to(DEVICE), groups, SPEC.activation, packed=False, decoded=True)
-    return Case(operand, ExpertMatrix.of(on_device, native=False), groups, weight)
+    weight, matrix = weight_of(shape)
+    return Case(operand, matrix, groups, weight)
 
 
 def bounds(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
@@ -68,9 +73,9 @@ def bounds(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_grouped_product_is_within_1e_6_of_float64(shape: tuple[int, int, int]) -> None:
+def test_grouped_product_is_within_1e_6_of_float64(shape: Shape) -> None:
     """One expert has more rows than a tile, others have none."""
-    case = make(shape, [[0]] * (130 if shape[0] > 2 else 5) + [[shape[0] - 1]] * 3)
+    case = make(shape, ((0,),) * (130 if shape[0] > 2 else 5) + ((shape[0] - 1,),) * 3)
     out = grouped_gemm(case.operand, case.matrix, case.groups, out=case.out()).cpu()
     low, high = bounds(case)
     used = (case.groups.slot_of_row >= 0).cpu()
@@ -80,8 +85,8 @@ def test_grouped_product_is_within_1e_6_of_float64(shape: tuple[int, int, int]) 
 
 
 @pytest.mark.parametrize(("shape", "rows"), [(SHAPES[0], 16), (SHAPES[0], 32), (SHAPES[1], 16)])
-def test_product_of_few_rows_has_the_bits_of_the_grouped_one(shape: tuple[int, int, int], rows: int) -> None:
-    ids = [[0]] * 19 + [[shape[0] - 1]]
+def test_product_of_few_rows_has_the_bits_of_the_grouped_one(shape: Shape, rows: int) -> None:
+    ids = ((0,),) * 19 + ((shape[0] - 1,),)
     many, few = make(shape, ids), make(shape, ids, align=rows)
     expected = grouped_gemm(many.operand, many.matrix, many.groups, out=many.out())
     out = decode_gemm(few.operand, few.matrix, few.groups, out=few.out())
@@ -92,9 +97,9 @@ def test_product_of_few_rows_has_the_bits_of_the_grouped_one(shape: tuple[int, i
 
 @pytest.mark.parametrize("compact", [False, True])
 @pytest.mark.parametrize("shape", [(2, 256, 128), (2, 48, 80)])
-def test_decoded_weights(shape: tuple[int, int, int], compact: bool) -> None:
+def test_decoded_weights(shape: Shape, compact: bool) -> None:
     """Also of a matrix that was taken apart, as operators do; a compact one holds 4.5 bits an element, if tiles fit."""
-    case = make(shape, [[0]])
+    case = make(shape, ((0,),))
     on_device = QuantizedTensor(
         *(t.to(DEVICE) for t in (case.weight.codes, case.weight.block_scales, case.weight.outer_scales))
     )
@@ -114,7 +119,7 @@ def test_decoded_weights(shape: tuple[int, int, int], compact: bool) -> None:
 
 
 def test_a_compact_weight_gives_the_same_product() -> None:
-    case = make((4, 128, 128), [[0], [3], [0]])
+    case = make((4, 128, 128), ((0,), (3,), (0,)))
     compact = replace(case.matrix, decoded=None)
     expected = grouped_gemm(case.operand, case.matrix, case.groups, out=case.out())
     used = case.groups.slot_of_row >= 0
@@ -122,20 +127,20 @@ def test_a_compact_weight_gives_the_same_product() -> None:
 
 
 def test_no_tokens() -> None:
-    case, few = make((2, 128, 128), []), make((2, 128, 128), [], align=16)
+    case, few = make((2, 128, 128), ()), make((2, 128, 128), (), align=16)
     assert grouped_gemm(case.operand, case.matrix, case.groups, out=case.out()).shape == (0, 128)
     assert decode_gemm(few.operand, few.matrix, few.groups, out=few.out()).shape == (0, 128)
 
 
 def test_what_does_not_fit_is_refused() -> None:
-    case, other = make((2, 128, 128), [[0]]), make((2, 48, 80), [[0]])
+    case, other = make((2, 128, 128), ((0,),)), make((2, 48, 80), ((0,),))
     with pytest.raises(ValueError, match="must be contiguous"):
         grouped_gemm(case.operand, other.matrix, case.groups, out=case.out())
     with pytest.raises(ValueError, match="multiples of 128"):
         decode_gemm(other.operand, other.matrix, other.groups, out=other.out())
     with pytest.raises(ValueError, match="other form"):
         grouped_gemm(replace(case.operand, decoded=None), case.matrix, case.groups, out=case.out())
-    few = make((2, 128, 128), [[0]], align=16)
+    few = make((2, 128, 128), ((0,),), align=16)
     with pytest.raises(ValueError, match="aligned"):
         grouped_gemm(few.operand, few.matrix, few.groups, out=few.out())
     with pytest.raises(ValueError, match="aligned"):
@@ -144,7 +149,7 @@ def test_what_does_not_fit_is_refused() -> None:
 
 @pytest.mark.parametrize("tile", [pytest.param(tile, marks=GPU) for tile in EMULATED])
 def test_every_tile_gives_the_same_bits(tile: GroupedTile) -> None:
-    case = make((4, 512, 384), [[i % 3, 3] for i in range(300)])
+    case = make((4, 512, 384), tuple((i % 3, 3) for i in range(300)))
     expected = grouped_gemm(case.operand, case.matrix, case.groups, out=case.out(), tile=EMULATED[0])
     out = grouped_gemm(case.operand, case.matrix, case.groups, out=case.out(), tile=tile)
     used = case.groups.slot_of_row >= 0

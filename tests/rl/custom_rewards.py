@@ -1,4 +1,4 @@
-"""Reward functions that behave badly, for the tests of the registry and of the pool."""
+"""Reward functions for tests: of what a model without any training gets, and such as behave badly."""
 
 from __future__ import annotations
 
@@ -19,6 +19,11 @@ not_a_function = 3
 def always_right(response: str, problem: Problem) -> Score:
     """Nothing is left to learn."""
     return Score(1.0, correct=True)
+
+
+def even_length(response: str, problem: Problem) -> Score:
+    """Some responses of a model that knows nothing are right."""
+    return Score.of(len(response) % 2 == 0)
 
 
 def by_order(response: str, problem: Problem) -> Score:

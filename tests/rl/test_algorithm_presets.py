@@ -8,7 +8,7 @@ import pytest
 
 from learner.config import KLConfig, ObjectiveConfig
 from rl.compose import CONFIG_DIR, load_config
-from rl.config import AdvantageConfig, AlgorithmConfig, ShapingConfig
+from rl.config.algorithm import AdvantageConfig, AlgorithmConfig, ShapingConfig
 from rl.errors import ConfigError
 from sampler.config import SamplingConfig
 

@@ -19,7 +19,8 @@ from rl.compose import (
     recipes,
     to_yaml,
 )
-from rl.config import Config, SpecConfig
+from rl.config import Config
+from rl.config.model import SpecConfig
 from rl.errors import ConfigError
 from rl.evaluation.config import EvaluateConfig
 from rl.override_errors import known_keys, near_keys

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl.config import AlgorithmConfig, GapLimitConfig
+from rl.config.algorithm import AlgorithmConfig, GapLimitConfig
 from rl.expert_load import LAYERS, expert_load_by_layer
 from rl.gap_limit import GapLimitExceeded, GapWatch
 from rl.job import Job

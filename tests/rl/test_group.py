@@ -16,7 +16,7 @@ from learner.config import LearnerConfig, ObjectiveConfig
 from learner.initialize import initialize
 from learner.policy import Policy
 from rl.cluster import local_cluster, start_actor, stop_actor
-from rl.config import SyncConfig
+from rl.config.cluster import SyncConfig
 from rl.group import Group, start_group
 from rl.rollout import Sequences
 from rl.sync.weight_sync import WeightSync

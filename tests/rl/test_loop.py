@@ -20,7 +20,8 @@ from kernels.routing import NO_ROUTE
 from learner.batch import TrainBatch
 from learner.config import CriticConfig, KLConfig, ObjectiveConfig
 from rl.checkpoint import CheckpointStore
-from rl.config import AdvantageConfig, AlgorithmConfig, EvaluationConfig, GapLimitConfig, ShapingConfig
+from rl.config.algorithm import AdvantageConfig, AlgorithmConfig, GapLimitConfig, ShapingConfig
+from rl.config.scoring import EvaluationConfig
 from rl.gap_limit import GapLimitExceeded, GapWatch
 from rl.groups import TooFewGroups
 from rl.job import Job

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from learner.config import KLConfig
-from rl.config import ShapingConfig
+from rl.config.algorithm import ShapingConfig
 from rl.groups import Verdict, judge
 from rl.rollout import to_sequences
 from rl.shaping import (

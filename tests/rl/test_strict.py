@@ -23,6 +23,8 @@ from learner.policy import Policy
 from tests.rl import strict_rollouts
 from tests.rl.strict_rollouts import LAYERS, PROMPTS, TEMPERATURE, TOKENS, VOCAB, WAYS, Row
 
+pytestmark = pytest.mark.slow
+
 _COMMON: dict[str, Any] = {
     "hidden_size": 64,
     "num_hidden_layers": LAYERS,

@@ -8,7 +8,7 @@ import torch
 
 from learner.config import CorrectionConfig, CriticConfig, KLConfig, ObjectiveConfig
 from rl.advantages import group_advantages
-from rl.config import AdvantageConfig, AlgorithmConfig, ShapingConfig
+from rl.config.algorithm import AdvantageConfig, AlgorithmConfig, ShapingConfig
 from rl.metrics import METRICS
 from rl.rollout import Sequences, to_sequences
 from rl.training_batch import NothingToLearn, mini_batches, training_batch

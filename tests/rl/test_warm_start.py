@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rl.config import WarmStartConfig
+from rl.config.model import WarmStartConfig
 from rl.warm_start import supervised_batch, warm_start
 
 

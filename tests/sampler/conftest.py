@@ -103,6 +103,12 @@ def start_sampler() -> Iterator[StartSampler]:
         return started[-1]
 
     yield start
+    for (
+        sampler
+    ) in started:  # the process is about to end: vLLM would collect garbage for seconds for each engine
+        finalizer = getattr(sampler._llm.llm_engine.engine_core, "_finalizer", None)  # not every vLLM has it
+        if finalizer is not None:
+            finalizer.detach()
 
 
 @pytest.fixture(scope="session")

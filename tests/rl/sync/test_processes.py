@@ -10,7 +10,7 @@ import pytest
 
 from rl.actors import WeightSyncActor
 from rl.cluster import Remote, local_cluster, start_actor, wait
-from rl.config import SyncConfig
+from rl.config.cluster import SyncConfig
 from rl.fleet import Fleet
 from tests.rl.sync.processes import SmallLearner, SmallSampler
 from tests.rl.sync.worlds import MAP, equal

@@ -12,7 +12,7 @@ import torch
 from kernels.experts import StoredLayout
 from rl.actors import LearnerActor, SamplerActor
 from rl.cluster import ActorDied
-from rl.config import SyncConfig
+from rl.config.cluster import SyncConfig
 from rl.fleet import Fleet
 from rl.metrics import METRICS
 from rl.sync import weight_sync
