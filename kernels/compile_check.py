@@ -205,7 +205,7 @@ def _quantisers(target: int) -> Iterator[Compilation]:
     pointers |= {"outer": "*fp32", "bad": "*u8", "slot_of_row": "*i32", "starts": "*i32", "rows": rows}
     pointers |= {"tile_expert": "*i32", "bad_counts": "*i64"}
     constants = {"EXPERTS": EXPERTS, "BLOCKS": FFN // 16, "PADDED": 64, "ROWS": 2, "KEEP_ACT": False}
-    constants |= {"PACKED": target >= 100, "DECODED": target < 100}
+    constants |= {"QUANTIZE": True, "PACKED": target >= 100, "DECODED": target < 100}
     aligns = {"SwiGLU and quantise": 0} | ({"SwiGLU and quantise, few": 16} if target < 100 else {})
     for name, align in aligns.items():
         own = constants | {"ALIGN": align}

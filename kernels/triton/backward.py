@@ -18,8 +18,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from kernels.triton.codec import COMPILED
 from kernels.triton.grouped_gemm import as_stored, to_bf16
 from kernels.triton.grouping import ALIGN, ExpertGroups
+from kernels.triton.permute import clear_padding
 
-_grouped_mm: Callable[..., torch.Tensor] = (
+grouped_mm: Callable[..., torch.Tensor] = (
     getattr(torch.nn.functional, "grouped_mm", None) or torch._grouped_mm
 )
 _ROWS = 16  # of a program of `_swiglu_backward`
@@ -87,17 +88,8 @@ def spread(
         TOP_K=topk_weights.shape[1],
         num_warps=4 if padded <= 4096 else 8,
     )
-    _clear_padding[(triton.cdiv(groups.rows, _ROWS),)](
-        groups.slot_of_row,
-        groups.starts,
-        as_stored(d_rows),
-        as_stored(x_rows),
-        groups.rows,
-        EXPERTS=groups.counts.shape[0],
-        H=width,
-        PADDED=padded,
-        ROWS=_ROWS,
-    )
+    clear_padding(d_rows, groups)
+    clear_padding(x_rows, groups)
     return d_rows, x_rows, d_topk_weights
 
 
@@ -123,7 +115,7 @@ def swiglu_backward(fc1: torch.Tensor, d_act: torch.Tensor, groups: ExpertGroups
 
 def input_gradient(d_y: torch.Tensor, weight: torch.Tensor, groups: ExpertGroups) -> torch.Tensor:
     """bfloat16 [R, N], weights [E, N, K] taken in BF16 -> each expert's rows times its weight, bfloat16 [R, K]."""
-    return _grouped_mm(d_y, weight.detach().bfloat16(), offs=groups.starts[1:])
+    return grouped_mm(d_y, weight.detach().bfloat16(), offs=groups.starts[1:])
 
 
 def weight_gradient(
@@ -136,7 +128,7 @@ def weight_gradient(
         raise ValueError(f"gradients need groups aligned to {ALIGN} rows, got {groups.align}")
     experts = groups.counts.shape[0]
     if dtype is torch.bfloat16:
-        gradient = _grouped_mm(d_y.t(), x, offs=groups.starts[1:])
+        gradient = grouped_mm(d_y.t(), x, offs=groups.starts[1:])
         # What a library leaves for an expert without rows is not relied upon.
         _clear_empty[(experts, 64)](
             as_stored(gradient), groups.counts, gradient[0].numel(), BLOCK=4096, PARTS=64
@@ -212,31 +204,6 @@ def _spread(
         tl.store(d_topk_weights + token * TOP_K + slot, tl.sum(y * d_y, axis=0))
         tl.store(d_rows + row * H + column, to_bf16(p * d_y), mask=there)
         tl.store(x_rows + row * H + column, to_bf16(own), mask=there)
-
-
-@triton.jit
-def _clear_padding(
-    slot_of_row,
-    starts,
-    first,
-    second,
-    rows,
-    EXPERTS: tl.constexpr,
-    H: tl.constexpr,
-    PADDED: tl.constexpr,
-    ROWS: tl.constexpr,
-):
-    """Zero in the rows without a slot, up to the last row in use, of two [R, H]."""
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    used = row < tl.minimum(tl.load(starts + EXPERTS), rows)
-    empty = used & (tl.load(slot_of_row + row, mask=used, other=0) < 0)
-    if tl.max(empty.to(tl.int32), axis=0) > 0:
-        column = tl.arange(0, PADDED)
-        at = row.to(tl.int64)[:, None] * H + column[None, :]
-        mask = empty[:, None] & (column < H)[None, :]
-        zero = to_bf16(tl.zeros((ROWS, PADDED), tl.float32))
-        tl.store(first + at, zero, mask=mask)
-        tl.store(second + at, zero, mask=mask)
 
 
 @triton.jit

@@ -119,7 +119,7 @@ def forward(
     token's output NaN. Without one, values that are not finite and such ids raise ValueError.
     """
     check_inputs(x, topk_ids, topk_weights, prepared, spec)
-    _check_ids(topk_ids, prepared, guard)
+    check_ids(topk_ids, prepared.w13.shape[0], guard)
     inputs = x.detach().to(torch.bfloat16), topk_ids, topk_weights.detach()
     bad = _counts(prepared, guard)
     if torch.compiler.is_compiling():
@@ -155,7 +155,7 @@ def expert_layer(
     needed = torch.is_grad_enabled() and any(t.requires_grad for t in (x, topk_weights, w13, w2))
     if not needed:
         return forward(x, topk_ids, topk_weights, prepared, spec, guard).to(x.dtype)
-    _check_ids(topk_ids, prepared, guard)
+    check_ids(topk_ids, prepared.w13.shape[0], guard)
     inputs = x, topk_ids, topk_weights, w13, w2
     bad = _counts(prepared, guard)
     if torch.compiler.is_compiling():
@@ -224,9 +224,10 @@ def check_inputs(
         raise ValueError(f"topk_weights must be float32 {tuple(topk_ids.shape)}, got {found}")
 
 
-def _check_ids(topk_ids: torch.Tensor, prepared: PreparedExperts, guard: NonFiniteGuard | None) -> None:
-    """Waits for the device, so only where the caller waits anyway."""
-    experts = prepared.w13.shape[0]
+def check_ids(topk_ids: torch.Tensor, experts: int, guard: NonFiniteGuard | None) -> None:
+    """Raises ValueError for ids of experts that do not exist. Waits for the device, so only where the caller waits
+    anyway: without a guard.
+    """
     if guard is not None or not topk_ids.numel():
         return
     low, high = torch.stack(torch.aminmax(topk_ids)).tolist()
