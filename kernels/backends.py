@@ -4,9 +4,10 @@
     triton_emulated    Triton on a Hopper GPU: FP4 operands decoded exactly to 16 bits
     triton_native      Triton on a Blackwell GPU (compute capability 10.0, 10.3): block-scaled FP4 tensor cores
     grouped_bf16       specs without quantisers: PyTorch's grouped BF16 products between the Triton kernels' other steps
+    triton_per_tensor  `te_per_tensor` and `te_exact` on either GPU: one scale a tensor, each step a pass, emulated
 
-On a CPU, for strict specs, and for specs that none of the others computes, that is the reference. A GPU on which they do
-not run, or a back end asked for by name that cannot compute the spec, is refused: nothing is replaced unasked.
+On a CPU, for strict specs, and for specs that none of the others computes, that is the reference. A GPU on which they
+do not run, or a back end asked for by name that cannot compute the spec, is refused: nothing is replaced unasked.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from kernels.experts import ExpertWeights, StoredLayout
 from kernels.routing import sort_slots
 from kernels.spec import ExecutionSpec
 
-NAMES = ("reference", "triton_emulated", "triton_native", "grouped_bf16")
+NAMES = ("reference", "triton_emulated", "triton_native", "grouped_bf16", "triton_per_tensor")
 _NATIVE, _EMULATED = ((10, 0), (10, 3)), ((9, 0),)
 
 
@@ -113,9 +114,16 @@ def _grouped_bf16(name: str) -> ExpertKernels:
     )
 
 
+def _per_tensor(name: str) -> ExpertKernels:
+    from kernels.triton import per_tensor_layer as own
+
+    return ExpertKernels(name, own.quantize, own.prepare, own.forward, own.expert_layer)
+
+
 FAMILIES = (
     Family(("triton_emulated", "triton_native"), "kernels.triton.layer", _triton),
     Family(("grouped_bf16",), "kernels.triton.plain_layer", _grouped_bf16),
+    Family(("triton_per_tensor",), "kernels.triton.per_tensor_layer", _per_tensor),
 )
 REFERENCE = ExpertKernels(
     "reference", ExpertWeights.quantize, _prepare_reference, reference.forward, autograd.expert_layer

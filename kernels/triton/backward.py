@@ -119,15 +119,20 @@ def input_gradient(d_y: torch.Tensor, weight: torch.Tensor, groups: ExpertGroups
 
 
 def weight_gradient(
-    d_y: torch.Tensor, x: torch.Tensor, groups: ExpertGroups, dtype: torch.dtype
+    d_y: torch.Tensor,
+    x: torch.Tensor,
+    groups: ExpertGroups,
+    dtype: torch.dtype,
+    outer: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """bfloat16 [R, N], [R, K], zero in padding -> for each expert d_y^T x over its rows, [E, N, K] of `dtype`. Raises
-    ValueError for groups that are not aligned to 128 rows.
+    """bfloat16 or, with `outer`, float16 [R, N], [R, K], zero in padding -> for each expert d_y^T x over its rows,
+    [E, N, K] of `dtype`. outer: float32 [E], a factor of each expert's FP32 sums. Raises ValueError for groups that are
+    not aligned to 128 rows.
     """
     if groups.align != ALIGN:
         raise ValueError(f"gradients need groups aligned to {ALIGN} rows, got {groups.align}")
     experts = groups.counts.shape[0]
-    if dtype is torch.bfloat16:
+    if dtype is torch.bfloat16 and outer is None:
         gradient = grouped_mm(d_y.t(), x, offs=groups.starts[1:])
         # What a library leaves for an expert without rows is not relied upon.
         _clear_empty[(experts, 64)](
@@ -135,21 +140,25 @@ def weight_gradient(
         )
         return gradient
     features, width = d_y.shape[1], x.shape[1]
-    gradient = torch.empty(experts, features, width, dtype=torch.float32, device=x.device)
+    kind = torch.bfloat16 if dtype is torch.bfloat16 else torch.float32
+    gradient = torch.empty(experts, features, width, dtype=kind, device=x.device)
     if not groups.rows:
         return gradient.zero_().to(dtype)
     bn, bk, rows, stages, warps = (128, 256, 64, 4, 8) if COMPILED.value else (128, 128, 128, 1, 4)
     _weight_gradient[(triton.cdiv(width, bk), triton.cdiv(features, bn), experts)](
         TensorDescriptor.from_tensor(d_y, [rows, bn]),
         TensorDescriptor.from_tensor(x, [rows, bk]),
-        gradient,
+        as_stored(gradient) if kind is torch.bfloat16 else gradient,
         groups.starts,
+        groups.starts if outer is None else outer,
         N=features,
         K=width,
         BN=bn,
         BK=bk,
         ROWS=rows,
         STAGES=stages,
+        SCALED=outer is not None,
+        BF16=kind is torch.bfloat16,
         num_warps=warps,
     )
     return gradient.to(dtype)
@@ -250,14 +259,17 @@ def _weight_gradient(
     x_desc,
     gradient,
     starts,
+    outer,
     N: tl.constexpr,
     K: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
     ROWS: tl.constexpr,
     STAGES: tl.constexpr,
+    SCALED: tl.constexpr,
+    BF16: tl.constexpr,
 ):
-    """gradient[e, n, k] = sum over the expert's rows of d_y[r, n] x[r, k], float32."""
+    """gradient[e, n, k] = sum over the expert's rows of d_y[r, n] x[r, k], in FP32, times outer[e] if SCALED."""
     e = tl.program_id(2)
     n0 = tl.program_id(1) * BN
     k0 = tl.program_id(0) * BK
@@ -272,6 +284,10 @@ def _weight_gradient(
     n = n0 + tl.arange(0, BN)
     k = k0 + tl.arange(0, BK)
     at = (e.to(tl.int64) * N + n)[:, None] * K + k[None, :]
+    if SCALED:
+        acc *= tl.load(outer + e)
+    if BF16:
+        acc = to_bf16(acc)
     tl.store(gradient + at, acc, mask=(n < N)[:, None] & (k < K)[None, :])
 
 

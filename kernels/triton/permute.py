@@ -13,8 +13,8 @@ _ROWS = 16  # of a program of `_clear_padding`
 
 
 def permute(x: torch.Tensor, groups: ExpertGroups) -> torch.Tensor:
-    """[T, H], bfloat16 or float32 -> each slot's row in bfloat16, [R, H]: rounded to nearest even, zero in padding; rows
-    from starts[E] on are not written. A token's row is read once. Raises ValueError for another number of tokens.
+    """[T, H], bfloat16 or float32 -> each slot's row in bfloat16, [R, H]: rounded to nearest even, zero in padding;
+    rows from starts[E] on are not written. A token's row is read once. Raises ValueError for another number of tokens.
     """
     tokens, top_k = groups.row_of_slot.shape
     if x.dim() != 2 or len(x) != tokens:

@@ -1,4 +1,4 @@
-"""The expert layer of a spec without quantisers, as `bf16`: the steps of `kernels.triton.layer` around PyTorch's product.
+"""The expert layer of a spec without quantisers, as `bf16`: the Triton kernels' steps around PyTorch's grouped product.
 
     group slots -> permute -> FC1 -> SwiGLU -> FC2 -> weighted sum over the slots
 
