@@ -21,7 +21,7 @@ import triton.language as tl
 
 from kernels.quantize import QuantizedTensor
 from kernels.transform import SIZE, hadamard_matrix
-from kernels.triton.codec import COMPILED, INFINITY_BITS, e4m3_encode, e4m3_to_f32, round_bf16
+from kernels.triton.codec import COMPILED, INFINITY_BITS, e4m3_encode, e4m3_to_f32, round_bf16, to_f32
 from kernels.triton.grouping import ExpertGroups
 from kernels.triton.operand import BLOCK
 
@@ -179,7 +179,7 @@ def _quantize_tile(
         column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
         at = (first + own)[:, None] * WIDTH + column[None, :]
         mask = (own < limit)[:, None] & (column < WIDTH)[None, :]
-        value = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
+        value = to_f32(tl.load(x + at, mask=mask, other=0.0))
         if ROTATE:
             index = tl.arange(0, ROWS)
             matrix = tl.load(rotation + index[:, None] * ROWS + index[None, :])

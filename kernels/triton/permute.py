@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.triton.codec import to_f32
 from kernels.triton.grouped_gemm import as_stored, to_bf16
 from kernels.triton.grouping import ExpertGroups
 
@@ -57,7 +58,7 @@ def _permute(x, row_of_slot, rows, H: tl.constexpr, PADDED: tl.constexpr, TOP_K:
     token = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, PADDED)
     inside = column < H
-    own = to_bf16(tl.load(x + token * H + column, mask=inside, other=0.0).to(tl.float32))
+    own = to_bf16(to_f32(tl.load(x + token * H + column, mask=inside, other=0.0)))
     for slot in tl.static_range(TOP_K):
         row = tl.load(row_of_slot + token * TOP_K + slot).to(tl.int64)
         tl.store(rows + row * H + column, own, mask=inside & (row >= 0))

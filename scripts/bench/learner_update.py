@@ -12,8 +12,8 @@ distribution of the given mean, cut at the longest. Ways, one after another in o
     bf16     the specification `bf16`: PyTorch's grouped products
     te       the specification `te_per_tensor`, the naive recipe: one scale a tensor, each step a pass of its own, the
              gradient's products quantised too
-    unfused  the same composition of the forward under `minite`'s formulas (`pipelines.Unfused`), the gradient in BF16 as
-             under `minite`: what fusing alone gains. On a GPU only
+    unfused  the same composition of the forward under `minite`'s formulas (`pipelines.Unfused`), the gradient in BF16
+             as under `minite`: what fusing alone gains. On a GPU only
 
 The first three are the product's own paths, by the back ends that are printed; on a CPU all are the reference, which
 compares nothing. Printed: tokens a second of score and update together, the ratio to bf16 and of minite to every way,
@@ -81,7 +81,8 @@ def main() -> None:
 
 
 def describe(given: argparse.Namespace, lengths: torch.Tensor) -> str:
-    model = f"{given.layers} layers, width {given.hidden}, {given.experts} experts of {given.ffn}, vocabulary {given.vocab:,}"
+    experts = f"{given.experts} experts of {given.ffn}"
+    model = f"{given.layers} layers, width {given.hidden}, {experts}, vocabulary {given.vocab:,}"
     ordered = lengths.sort().values
     quartiles = [int(ordered[int(share * (len(ordered) - 1))]) for share in (0, 0.5, 0.9, 1)]
     return (

@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 import torch
 
-from kernels import autograd, quantize, reference
+from kernels import autograd, quantize, reference, slots
 from kernels.catalogue import CATALOGUE, named_spec
 from kernels.experts import ExpertWeights
 from kernels.layer_input import LayerShape, synthetic_layer
@@ -23,6 +23,7 @@ from kernels.triton.permute import permute
 from tests.kernels.triton_env import DEVICE, GPU
 
 SMALL = LayerShape(tokens=9, hidden=96, ffn=48, experts=4, top_k=2)
+TINY = LayerShape(tokens=4, hidden=96, ffn=48, experts=2, top_k=2)
 PAIR = LayerShape(tokens=2, hidden=32, ffn=16, experts=2, top_k=1)  # every row costs the interpreter time
 LARGE = LayerShape(tokens=1500, hidden=512, ffn=256, experts=8, top_k=4)
 STOCHASTIC = named_spec("te_per_tensor")
@@ -36,7 +37,7 @@ def awkward_rows(rows: int, width: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(0)
     sizes = torch.exp2(torch.randint(-30, 8, (rows, 1), generator=generator).float())
     x = (torch.randn(rows, width, generator=generator) * sizes).bfloat16()
-    x[1] = 0
+    x[1], x[4] = 0, x[4].mul(2.0**-118)  # FP32 holds what comes of the latter as subnormal numbers
     x[2, 3], x[2, 4], x[3, 16:32] = torch.nan, -0.0, 0
     return x
 
@@ -99,7 +100,7 @@ def test_weights_are_coded_as_the_reference_codes_them() -> None:
 
 
 def test_stochastic_rounding_is_a_function_of_the_seed_and_right_on_average() -> None:
-    x = torch.randn(8, 512, generator=torch.Generator().manual_seed(2)).bfloat16()
+    x = torch.randn(8, 256, generator=torch.Generator().manual_seed(2)).bfloat16()
     groups, rows, (own,) = grouped(x, torch.zeros(8, 1, dtype=torch.int64), 1)
 
     def error(seeds: list[int | None], of: Callable[..., per_tensor.Decoded]) -> torch.Tensor:
@@ -112,8 +113,8 @@ def test_stochastic_rounding_is_a_function_of_the_seed_and_right_on_average() ->
         first = error([2**60 + 7], of)
         assert torch.equal(first, error([2**60 + 7], of))
         assert not torch.equal(first, error([2**60 + 8], of))
-        mean = error([2**60 + seed for seed in range(12)], of)
-        assert mean.norm() < 0.5 * first.norm() and mean.norm() < 0.7 * error([None], of).norm()
+        mean = error([2**60 + seed for seed in range(6)], of)
+        assert mean.norm() < 0.5 * first.norm() and mean.norm() < 0.8 * error([None], of).norm()
 
 
 class Case:
@@ -134,7 +135,7 @@ def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found.cpu().double() - expected.double()).norm() / expected.double().norm())
 
 
-@pytest.mark.parametrize("shape", [SMALL, pytest.param(LARGE, marks=GPU)])
+@pytest.mark.parametrize("shape", [TINY, pytest.param(SMALL, marks=GPU), pytest.param(LARGE, marks=GPU)])
 def test_every_step_is_the_references(shape: LayerShape) -> None:
     """But for the order of sums along K, whose FP32 roundings move few BF16 results."""
     case = Case(shape, STOCHASTIC)
@@ -168,7 +169,10 @@ def gradients(case: Case, of: object, master: torch.dtype, seed: int | None = No
 
 @pytest.mark.parametrize("shape", [PAIR, pytest.param(SMALL, marks=GPU), pytest.param(LARGE, marks=GPU)])
 @pytest.mark.parametrize("master", [torch.float32, pytest.param(torch.bfloat16, marks=GPU)])
-@pytest.mark.parametrize("spec", [NEAREST, EXACT], ids=["quantised", "bf16"])
+@pytest.mark.parametrize(
+    "spec",
+    [pytest.param(NEAREST, id="quantised"), pytest.param(EXACT, id="bf16", marks=GPU)],
+)
 def test_gradients(shape: LayerShape, master: torch.dtype, spec: ExecutionSpec) -> None:
     """The reference's. A BF16 rounding that falls otherwise can move a 4-bit code, and one scale is over all rows."""
     case = Case(shape, spec)
@@ -208,6 +212,16 @@ def test_which_specs_are_computed() -> None:
         per_tensor_layer.check_spec(named_spec("te_per_tensor_2d"))
     assert GRADIENT is not None and GRADIENT.rounding is Rounding.NEAREST_EVEN
     per_tensor_layer.check_spec(NEAREST)
+
+
+def test_slots_computed_elsewhere_give_the_same_bits() -> None:
+    """As expert parallelism has them, where one rank owns all experts."""
+    case = Case(TINY, STOCHASTIC)
+    spec = slots.slot_spec(STOCHASTIC)
+    rows = slots.spread(case.x, TINY.top_k, spec)
+    p = slots.slot_coefficients(case.p, STOCHASTIC)
+    rows = per_tensor_layer.forward(rows, case.ids.view(-1, 1), p, case.prepared, spec)
+    assert torch.equal(slots.gather(rows, case.ids, case.p, STOCHASTIC), case.forward())
 
 
 def test_no_tokens_and_unknown_experts() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels import autograd, reference
+from kernels import autograd, reference, slots
 from kernels.catalogue import CATALOGUE, named_spec
 from kernels.experts import ExpertWeights
 from kernels.gradient_error import exact_gradients
@@ -144,7 +144,17 @@ def test_nan_goes_through_and_unknown_experts_make_nan() -> None:
     guard.check()
 
 
-@pytest.mark.parametrize("tokens", [1, 3, pytest.param(64, marks=GPU), pytest.param(1024, marks=GPU)])
+def test_slots_computed_elsewhere_give_the_same_bits() -> None:
+    """As expert parallelism has them, where one rank owns all experts."""
+    case = Case(SMALL)
+    spec = slots.slot_spec(SPEC)
+    rows = slots.spread(case.x, SMALL.top_k, spec)
+    p = slots.slot_coefficients(case.p, SPEC)
+    rows = plain_layer.forward(rows, case.ids.view(-1, 1), p, case.prepared, spec)
+    assert torch.equal(slots.gather(rows, case.ids, case.p, SPEC), case.forward())
+
+
+@pytest.mark.parametrize("tokens", [3, pytest.param(64, marks=GPU), pytest.param(1024, marks=GPU)])
 def test_a_token_has_the_same_bits_in_any_company(tokens: int) -> None:
     """In calls of few rows, whose groups are aligned otherwise, and of many."""
     case = Case(LARGE if DEVICE.type == "cuda" else SMALL)
