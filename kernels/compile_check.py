@@ -222,10 +222,10 @@ def _per_tensor(target: int) -> Iterator[Compilation]:
     from kernels.triton.per_tensor import _ALONG_COLUMN, _ALONG_ROW, _quantize_tile
 
     types = {"x": "*bf16", "tile_expert": "*i32", "amax": "*i32", "codes": "*u8", "scales": "*u8"}
-    types |= {"elements": "*fp16", "rotation": "*fp32", "features": "i32", "seed": "i64"}
+    types |= {"elements": "*fp16", "rotation": "*fp32", "features": "i32", "width": "i32", "seed": "i64"}
     for name, (rows, columns) in (("along rows", _ALONG_ROW), ("along columns", _ALONG_COLUMN)):
         column = name == "along columns"
-        constants = {"WIDTH": HIDDEN, "ROWS": rows, "COLUMNS": columns, "ALIGN": 128, "ALONG_COLUMN": column}
+        constants = {"ROWS": rows, "COLUMNS": columns, "ALIGN": 128, "ALONG_COLUMN": column}
         constants |= {"ROTATE": column, "MEASURE": False, "STOCHASTIC": column, "PACKED": False}
         options = {"num_warps": 4, "enable_fp_fusion": False}
         yield Compilation(

@@ -120,8 +120,8 @@ def _launch(
         amax if elements is None else elements,
         _rotation(x.device, rows) if rotate else amax,
         features,
+        x.shape[1],
         seed or 0,
-        WIDTH=x.shape[1],
         ROWS=rows,
         COLUMNS=columns,
         ALIGN=0 if groups is None else groups.align,
@@ -152,8 +152,8 @@ def _quantize_tile(
     elements,
     rotation,
     features,
+    width,
     seed,
-    WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     ALIGN: tl.constexpr,
@@ -177,8 +177,8 @@ def _quantize_tile(
         limit = features
     if expert >= 0:
         column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-        at = (first + own)[:, None] * WIDTH + column[None, :]
-        mask = (own < limit)[:, None] & (column < WIDTH)[None, :]
+        at = (first + own)[:, None] * width + column[None, :]
+        mask = (own < limit)[:, None] & (column < width)[None, :]
         value = to_f32(tl.load(x + at, mask=mask, other=0.0))
         if ROTATE:
             index = tl.arange(0, ROWS)
@@ -220,18 +220,18 @@ def _quantize_tile(
                 code = index | tl.where(negative, 8, 0)
                 low, high = tl.split(tl.reshape(code, (ROWS, COLUMNS // 2, 2)))
                 pair = tl.program_id(1) * (COLUMNS // 2) + tl.arange(0, COLUMNS // 2)
-                to = (first + own)[:, None] * (WIDTH // 2) + pair[None, :]
-                inside = (own < limit)[:, None] & (pair < WIDTH // 2)[None, :]
+                to = (first + own)[:, None] * (width // 2) + pair[None, :]
+                inside = (own < limit)[:, None] & (pair < width // 2)[None, :]
                 tl.store(codes + to, (low | (high << 4)).to(tl.uint8), mask=inside)
                 number = tl.program_id(1) * (COLUMNS // 16) + tl.arange(0, COLUMNS // 16)
-                to = (first + own)[:, None] * (WIDTH // 16) + number[None, :]
-                inside = (own < limit)[:, None] & (number < WIDTH // 16)[None, :]
+                to = (first + own)[:, None] * (width // 16) + number[None, :]
+                inside = (own < limit)[:, None] & (number < width // 16)[None, :]
                 tl.store(scales + to, scale.to(tl.uint8), mask=inside)
             else:
                 decoded = _magnitude(index) * block
                 decoded = tl.where(negative, -decoded, decoded).to(tl.float16)
                 if ALIGN == 0:
-                    at = (first * WIDTH + own)[:, None] + column[None, :].to(tl.int64) * features
+                    at = (first * width + own)[:, None] + column[None, :].to(tl.int64) * features
                 tl.store(elements + at, decoded, mask=mask)
 
 

@@ -53,7 +53,7 @@ class Products:
         """bfloat16 [R, N], [E, N, K] -> bfloat16 [R, K]."""
         if self.spec.gradient is None:
             return input_gradient(d_y, master, groups)
-        weight = self._transposed(master, name)
+        weight = self.transposed(master, name)
         gradient = per_tensor.quantize_rows(d_y, groups, seed=self._seed(seed, f"dgrad of {name}"))
         outer = gradient.decode_scale()[groups.expert_of_row()]
         operand = GroupedOperand(None, None, gradient.elements, outer, groups.slot_of_row)
@@ -77,8 +77,10 @@ class Products:
         outer = gradient.decode_scale() * other.decode_scale()
         return weight_gradient(gradient.elements, other.elements, groups, dtype, outer)
 
-    def _transposed(self, master: torch.Tensor, name: str) -> ExpertMatrix:
-        """Made when it is first asked for, since layers that only score have no need of it."""
+    def transposed(self, master: torch.Tensor, name: str) -> ExpertMatrix:
+        """[E, N, K] -> the weight [E, K, N] of the product `name`, coded along N: made when it is first asked for, as
+        layers that only score do without.
+        """
         version = master.data_ptr(), master._version
         held = self._weights.get(name)
         if held is None or held[0] != version:

@@ -190,4 +190,6 @@ def steps(x: torch.Tensor, groups: ExpertGroups, w13: torch.Tensor, w2: torch.Te
 
 def _product(rows: torch.Tensor, weight: torch.Tensor, groups: ExpertGroups) -> torch.Tensor:
     """bfloat16 [R, K], [E, N, K] -> each row times the transpose of its expert's weight, bfloat16 [R, N]."""
+    if not len(rows):
+        return rows.new_empty(0, weight.shape[1])
     return grouped_mm(rows, weight.transpose(1, 2), offs=groups.starts[1:])

@@ -187,6 +187,8 @@ def measure(given: argparse.Namespace, policy: Policy, lengths: torch.Tensor, wa
         experts.compute_under(named_spec(WAYS[way]))
         if way == "unfused":
             experts._kernels = lambda spec: unfused()  # type: ignore[method-assign]
+    if gpu:
+        torch.cuda.empty_cache()
     stages = watched(policy, gpu)
     times = []
     for _ in range(given.repeats + 1):
