@@ -9,8 +9,9 @@ of many rows or of few, in training or in generation.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -41,6 +42,21 @@ class PreparedExperts:
         parts = {"w13": self.w13.derived(), "w2": self.w2.derived()}
         made = {f"{name}.{part}": tensor for name, own in parts.items() for part, tensor in own.items()}
         return {name: tensor for name, tensor in made.items() if tensor.data_ptr() not in self.stored}
+
+
+class Shaped(Protocol):
+    @property
+    def shape(self) -> Sequence[int]: ...
+
+
+class Prepared(Protocol):
+    """What a back end for GPUs makes of a layer's weights."""
+
+    @property
+    def spec(self) -> ExecutionSpec: ...
+
+    @property
+    def w13(self) -> Shaped: ...
 
 
 def check_spec(spec: ExecutionSpec) -> None:
@@ -204,7 +220,7 @@ def check_inputs(
     x: torch.Tensor,
     topk_ids: torch.Tensor,
     topk_weights: torch.Tensor,
-    prepared: PreparedExperts,
+    prepared: Prepared,
     spec: ExecutionSpec,
 ) -> None:
     """Raises ValueError for shapes or dtypes that do not fit, and for `prepared` of another spec."""

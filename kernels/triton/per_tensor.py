@@ -12,7 +12,7 @@ written are decoded elements, code times block scale, exact in float16: the oper
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 import torch
@@ -84,9 +84,9 @@ def _grouped(
 ) -> Decoded:
     amax = torch.zeros(groups.counts.shape[0], dtype=torch.int32, device=x.device)
     elements = torch.empty(x.shape, dtype=torch.float16, device=x.device)
-    form = {"groups": groups, "along_column": along_column, "rotate": rotate}
+    launch = partial(_launch, x, amax, 0, groups=groups, along_column=along_column, rotate=rotate)
     for measure in (True, False):
-        _launch(x, amax, 0, measure=measure, elements=elements, seed=seed, **form)
+        launch(measure=measure, elements=elements, seed=seed)
     return Decoded(elements, amax.view(torch.float32))
 
 

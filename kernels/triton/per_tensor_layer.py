@@ -100,7 +100,8 @@ def prepare(weights: ExpertWeights, spec: ExecutionSpec, *, compact: bool = Fals
         ones = torch.ones_like(matrix.outer_scales)
         product = ExpertMatrix.of(replace(matrix, outer_scales=ones), native=False, compact=compact)
         matrices.append(TensorScaledMatrix(product, matrix.outer_scales[:, 0]))
-    return PreparedExperts(spec, *matrices, Products(spec))
+    w13, w2 = matrices
+    return PreparedExperts(spec, w13, w2, Products(spec))
 
 
 def forward(
