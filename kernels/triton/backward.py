@@ -115,6 +115,8 @@ def swiglu_backward(fc1: torch.Tensor, d_act: torch.Tensor, groups: ExpertGroups
 
 def input_gradient(d_y: torch.Tensor, weight: torch.Tensor, groups: ExpertGroups) -> torch.Tensor:
     """bfloat16 [R, N], weights [E, N, K] taken in BF16 -> each expert's rows times its weight, bfloat16 [R, K]."""
+    if not len(d_y):
+        return d_y.new_empty(0, weight.shape[2])
     return grouped_mm(d_y, weight.detach().bfloat16(), offs=groups.starts[1:])
 
 
@@ -132,6 +134,9 @@ def weight_gradient(
     if groups.align != ALIGN:
         raise ValueError(f"gradients need groups aligned to {ALIGN} rows, got {groups.align}")
     experts = groups.counts.shape[0]
+    features, width = d_y.shape[1], x.shape[1]
+    if not groups.rows:
+        return torch.zeros(experts, features, width, dtype=dtype, device=x.device)
     if dtype is torch.bfloat16 and outer is None:
         gradient = grouped_mm(d_y.t(), x, offs=groups.starts[1:])
         # What a library leaves for an expert without rows is not relied upon.
@@ -139,11 +144,8 @@ def weight_gradient(
             as_stored(gradient), groups.counts, gradient[0].numel(), BLOCK=4096, PARTS=64
         )
         return gradient
-    features, width = d_y.shape[1], x.shape[1]
     kind = torch.bfloat16 if dtype is torch.bfloat16 else torch.float32
     gradient = torch.empty(experts, features, width, dtype=kind, device=x.device)
-    if not groups.rows:
-        return gradient.zero_().to(dtype)
     bn, bk, rows, stages, warps = (128, 256, 64, 4, 8) if COMPILED.value else (128, 128, 128, 1, 4)
     _weight_gradient[(triton.cdiv(width, bk), triton.cdiv(features, bn), experts)](
         TensorDescriptor.from_tensor(d_y, [rows, bn]),

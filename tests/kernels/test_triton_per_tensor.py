@@ -177,7 +177,7 @@ def test_gradients(shape: LayerShape, master: torch.dtype, spec: ExecutionSpec) 
     """The reference's. A BF16 rounding that falls otherwise can move a 4-bit code, and one scale is over all rows."""
     case = Case(shape, spec)
     found = gradients(case, per_tensor_layer, master)
-    bound = 4e-3 if spec is EXACT else 2e-2
+    bound = 4e-3 if spec is EXACT else 4e-2
     for own, other in zip(found, gradients(case, autograd, master), strict=True):
         assert own.dtype == other.dtype and relative(own, other) < bound
 
@@ -228,5 +228,10 @@ def test_no_tokens_and_unknown_experts() -> None:
     case = Case(PAIR, EXACT)
     none = per_tensor_layer.forward(case.x[:0], case.ids[:0], case.p[:0], case.prepared, EXACT)
     assert none.shape == (0, 32)
+    w13, w2 = (w.to(DEVICE).requires_grad_() for w in (case.on_cpu.w13, case.on_cpu.w2))
+    output = per_tensor_layer.expert_layer(
+        case.x[:0], case.ids[:0], case.p[:0], w13, w2, case.prepared, EXACT
+    )
+    assert not any(g.any() for g in torch.autograd.grad(output.sum(), (w13, w2)))
     with pytest.raises(ValueError, match=r"expert ids must be in \[0, 2\)"):
         per_tensor_layer.forward(case.x, case.ids + 1, case.p, case.prepared, EXACT)

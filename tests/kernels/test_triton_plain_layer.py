@@ -106,6 +106,17 @@ def test_gradients(shape: LayerShape, master: torch.dtype) -> None:
     assert relative(found[3], exact.w2) < (2e-3 if master is torch.float32 else 2.5e-3)
 
 
+def test_without_tokens_gradients_are_zero() -> None:
+    """As on a rank that no slot reaches."""
+    case = Case(TINY)
+    leaves = [case.x[:0], case.p[:0], *(w.to(DEVICE) for w in (case.on_cpu.w13, case.on_cpu.w2))]
+    x, p, w13, w2 = (leaf.detach().requires_grad_() for leaf in leaves)
+    output = plain_layer.expert_layer(x, case.ids[:0], p, w13, w2, case.prepared, SPEC)
+    found = torch.autograd.grad(output.sum(), (x, p, w13, w2))
+    assert [g.shape for g in found] == [leaf.shape for leaf in leaves]
+    assert not found[2].any() and not found[3].any()
+
+
 def test_which_specs_are_computed() -> None:
     computed = []
     for name in CATALOGUE:
