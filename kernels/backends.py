@@ -116,8 +116,11 @@ def _grouped_bf16(name: str) -> ExpertKernels:
 
 def _per_tensor(name: str) -> ExpertKernels:
     from kernels.triton import per_tensor_layer as own
+    from kernels.triton import slot_order
 
-    return ExpertKernels(name, own.quantize, own.prepare, own.forward, own.expert_layer)
+    return ExpertKernels(
+        name, own.quantize, own.prepare, own.forward, own.expert_layer, sort_slots=slot_order.sort_slots
+    )
 
 
 FAMILIES = (

@@ -48,6 +48,24 @@ def quantize_rows(x: torch.Tensor, groups: ExpertGroups, *, seed: int | None = N
     return _grouped(x, groups, seed, along_column=False, rotate=False)
 
 
+def quantized_rows(x: torch.Tensor, groups: ExpertGroups) -> list[QuantizedTensor]:
+    """As `quantize_rows`, the rows of each expert that has any, as they would be stored. Waits for the device."""
+    amax = torch.zeros(groups.counts.shape[0], dtype=torch.int32, device=x.device)
+    codes = torch.empty(len(x), x.shape[1] // 2, dtype=torch.uint8, device=x.device)
+    scales = torch.empty(len(x), x.shape[1] // BLOCK, dtype=torch.uint8, device=x.device)
+    for measure in (True, False):
+        _launch(x, amax, 0, measure=measure, groups=groups, codes=codes, scales=scales)
+    own = [
+        (expert, slice(start, start + count))
+        for expert, (start, count) in enumerate(
+            zip(groups.starts.tolist(), groups.counts.tolist(), strict=False)
+        )
+        if count
+    ]
+    outer = amax.view(torch.float32).view(-1, 1, 1)
+    return [QuantizedTensor(codes[rows], scales[rows], outer[expert]) for expert, rows in own]
+
+
 def quantize_columns(
     x: torch.Tensor, groups: ExpertGroups, *, rotate: bool, seed: int | None = None
 ) -> Decoded:

@@ -17,7 +17,8 @@ from torch.autograd.function import once_differentiable
 from kernels.catalogue import named_spec
 from kernels.experts import ExpertWeights
 from kernels.grouped import inverse_divisors
-from kernels.guard import NonFiniteGuard
+from kernels.guard import NonFiniteGuard, Operand
+from kernels.probe import Shown, listened_to, show
 from kernels.quantize import QuantizedTensor
 from kernels.quantizer_spec import Rounding
 from kernels.spec import Backward, ExecutionSpec
@@ -189,7 +190,11 @@ def _steps(
     fc1 = _product(permute(x, groups), prepared.w13, groups, prepared.spec)
     act = weigh(swiglu(fc1, groups), groups, topk_weights)
     fc2 = _product(act, prepared.w2, groups, prepared.spec)
-    show_rows(groups, fc1, act, fc2)
+    if listened_to():
+        for name, operand in ((Operand.FC1_INPUT, permute(x, groups)), (Operand.FC2_INPUT, act)):
+            for quantized in per_tensor.quantized_rows(operand, groups):
+                show(name, Shown(quantized, None))
+        show_rows(groups, fc1, act, fc2)
     return fc1, act, combine(fc2, groups, torch.ones_like(topk_weights), _SUM)
 
 

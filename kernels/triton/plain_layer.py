@@ -16,14 +16,15 @@ from torch.autograd.function import once_differentiable
 
 from kernels.catalogue import named_spec
 from kernels.experts import ExpertWeights
-from kernels.guard import NonFiniteGuard
+from kernels.guard import NonFiniteGuard, Operand
+from kernels.probe import listened_to, show
 from kernels.spec import Backward, Epilogue, ExecutionSpec
 from kernels.triton.backward import Saved, expert_gradients, grouped_mm
 from kernels.triton.combine import combine
 from kernels.triton.grouping import ALIGN, ExpertGroups, group
 from kernels.triton.layer import check_ids, check_inputs
 from kernels.triton.operand import BLOCK
-from kernels.triton.ops import show_rows
+from kernels.triton.ops import show_rows, used_rows
 from kernels.triton.permute import permute
 from kernels.triton.support import check_layer
 from kernels.triton.swiglu import swiglu
@@ -184,7 +185,10 @@ def steps(x: torch.Tensor, groups: ExpertGroups, w13: torch.Tensor, w2: torch.Te
     fc1 = _product(rows, w13, groups)
     act = swiglu(fc1, groups)
     fc2 = _product(act, w2, groups)
-    show_rows(groups, fc1, act, fc2)
+    if listened_to():
+        for name, operand in ((Operand.FC1_INPUT, rows), (Operand.FC2_INPUT, act)):
+            show(name, operand[used_rows(groups)])
+        show_rows(groups, fc1, act, fc2)
     return Saved(x, fc1, act, fc2)
 
 

@@ -101,7 +101,9 @@ def _layer_bytes(
     for features, width in matrices:
         derived += _laid_out(features * width, features % TILE or width % TILE, native, tiles, compact)
         derived += 0 if of_rows else 4 * features  # outer scales, repeated for every row
-        if spec.gradient is not None and not compact:  # a learner's: the weights as the gradient multiplies them
+        if (
+            spec.gradient is not None and not compact
+        ):  # a learner's: the weights as the gradient multiplies them
             derived += 2 * features * width + 4 * width
     return ExpertBytes(stored, experts * derived)
 

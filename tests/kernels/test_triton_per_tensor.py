@@ -13,7 +13,7 @@ from kernels import autograd, quantize, reference, slots
 from kernels.catalogue import CATALOGUE, named_spec
 from kernels.experts import ExpertWeights
 from kernels.layer_input import LayerShape, synthetic_layer
-from kernels.probe import listening
+from kernels.probe import Shown, listening
 from kernels.quantizer_spec import Rounding, Transform
 from kernels.routing import Routing
 from kernels.spec import ExecutionSpec
@@ -140,12 +140,30 @@ def test_every_step_is_the_references(shape: LayerShape) -> None:
     """But for the order of sums along K, whose FP32 roundings move few BF16 results."""
     case = Case(shape, STOCHASTIC)
     shown: dict[str, torch.Tensor] = {}
-    with listening(lambda name, value: shown.update({name: value})):
+    operands: list[Shown] = []  # FC1's, expert by expert
+
+    def listen(name: str, value: torch.Tensor | Shown) -> None:
+        if isinstance(value, torch.Tensor):
+            shown[name] = value
+        elif name == "FC1 input":
+            operands.append(value)
+
+    with listening(listen):
         output = case.forward().cpu()
+    found, rows = list(operands), dict(shown)
+    operands.clear()
     given = case.on_cpu
     prepared = reference.prepare(case.weights, case.spec)
     routing = Routing.group(given.topk_ids, shape.experts)
     expected = reference.expert_rows(given.x, routing, prepared, given.topk_weights)
+    with listening(listen):
+        reference.expert_rows(given.x.bfloat16(), routing, prepared, given.topk_weights)
+    assert len(found) == len(operands) > 0
+    for own, other in zip(found, operands, strict=True):
+        assert own.rows is other.rows is None
+        for part in ("codes", "block_scales", "outer_scales"):
+            assert torch.equal(getattr(own.quantized, part).cpu(), getattr(other.quantized, part))
+    shown = rows
     for name in ("fc1", "swiglu", "fc2"):
         own = getattr(expected, name)
         assert shown[name].shape == own.shape and shown[name].dtype == own.dtype

@@ -57,6 +57,10 @@ def test_every_step_is_the_references(shape: LayerShape) -> None:
     prepared = reference.prepare(case.weights, SPEC)
     routing = Routing.group(given.topk_ids, shape.experts)
     expected = reference.expert_rows(given.x, routing, prepared, given.topk_weights)
+    operands = {"FC1 input": given.x.bfloat16()[routing.tokens], "FC2 input": expected.swiglu}
+    assert shown.keys() == {"fc1", "swiglu", "fc2", *operands}
+    assert torch.equal(shown["FC1 input"].cpu(), operands["FC1 input"])
+    assert torch.equal(shown["FC2 input"], shown["swiglu"])
     for name in ("fc1", "swiglu", "fc2"):
         own = getattr(expected, name)
         assert shown[name].shape == own.shape and shown[name].dtype == own.dtype
