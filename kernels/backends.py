@@ -3,14 +3,17 @@
     reference          PyTorch, any spec and device; slow; the definition
     triton_emulated    Triton on a Hopper GPU: FP4 operands decoded exactly to 16 bits
     triton_native      Triton on a Blackwell GPU (compute capability 10.0, 10.3): block-scaled FP4 tensor cores
+    grouped_bf16       specs without quantisers: PyTorch's grouped BF16 products between the Triton kernels' other steps
+    triton_per_tensor  `te_per_tensor` and `te_exact` on either GPU: one scale a tensor, each step a pass, emulated
 
-On a CPU, for strict specs, and for specs that the Triton kernels do not compute, that is the reference. A GPU on which
-they do not run, or a back end asked for by name that cannot compute the spec, is refused: nothing is replaced unasked.
+On a CPU, for strict specs, and for specs that none of the others computes, that is the reference. A GPU on which they
+do not run, or a back end asked for by name that cannot compute the spec, is refused: nothing is replaced unasked.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,7 +26,7 @@ from kernels.experts import ExpertWeights, StoredLayout
 from kernels.routing import sort_slots
 from kernels.spec import ExecutionSpec
 
-NAMES = ("reference", "triton_emulated", "triton_native")
+NAMES = ("reference", "triton_emulated", "triton_native", "grouped_bf16", "triton_per_tensor")
 _NATIVE, _EMULATED = ((10, 0), (10, 3)), ((9, 0),)
 
 
@@ -61,13 +64,82 @@ def _prepare_reference(weights: ExpertWeights, spec: ExecutionSpec, *, compact: 
     return reference.prepare(weights, spec)
 
 
-REFERENCE = ExpertKernels(
-    "reference",
-    ExpertWeights.quantize,
-    _prepare_reference,
-    reference.forward,
-    autograd.expert_layer,
+@dataclass(frozen=True)
+class Family:
+    """Back ends that compute the same specs.
+
+    names: the last one is preferred where a GPU has FP4 tensor cores; module: of `check_spec`, which raises ValueError
+    for other specs; kernels: the functions of the back end with that name.
+    """
+
+    names: tuple[str, ...]
+    module: str
+    kernels: Callable[[str], ExpertKernels]
+
+    def problem(self, spec: ExecutionSpec) -> str | None:
+        """What keeps it from computing `spec`; None when nothing does."""
+        try:
+            importlib.import_module(self.module).check_spec(spec)
+        except ValueError as error:
+            return str(error)
+        return None
+
+
+def _triton(name: str) -> ExpertKernels:
+    from kernels.triton import layer, slot_order
+
+    native = name == "triton_native"
+    return ExpertKernels(
+        name,
+        layer.quantize,
+        functools.partial(layer.prepare, native=native),
+        layer.forward,
+        layer.expert_layer,
+        StoredLayout.ROWS if native else StoredLayout.TILES,
+        slot_order.sort_slots,
+    )
+
+
+def _grouped_bf16(name: str) -> ExpertKernels:
+    from kernels.triton import plain_layer as own
+    from kernels.triton import slot_order
+
+    return ExpertKernels(
+        name,
+        ExpertWeights.quantize,
+        own.prepare,
+        own.forward,
+        own.expert_layer,
+        sort_slots=slot_order.sort_slots,
+    )
+
+
+def _per_tensor(name: str) -> ExpertKernels:
+    from kernels.triton import per_tensor_layer as own
+    from kernels.triton import slot_order
+
+    return ExpertKernels(
+        name, own.quantize, own.prepare, own.forward, own.expert_layer, sort_slots=slot_order.sort_slots
+    )
+
+
+FAMILIES = (
+    Family(("triton_emulated", "triton_native"), "kernels.triton.layer", _triton),
+    Family(("grouped_bf16",), "kernels.triton.plain_layer", _grouped_bf16),
+    Family(("triton_per_tensor",), "kernels.triton.per_tensor_layer", _per_tensor),
 )
+REFERENCE = ExpertKernels(
+    "reference", ExpertWeights.quantize, _prepare_reference, reference.forward, autograd.expert_layer
+)
+
+
+def gpu_backend(spec: ExecutionSpec, *, native: bool) -> str:
+    """The name of what computes `spec` on a GPU with (native) or without FP4 tensor cores. Needs no GPU."""
+    if not spec.strict:
+        for family in FAMILIES:
+            if family.problem(spec) is None:
+                return family.names[-1] if native else family.names[0]
+    return "reference"
 
 
 def choose(spec: ExecutionSpec, device: torch.device | str, name: str | None = None) -> ExpertKernels:
@@ -99,35 +171,31 @@ def _choose(spec: ExecutionSpec, device: torch.device, name: str | None) -> Expe
         raise ValueError(
             f"expert layers under {spec.name!r} on {device} need the package triton; ask for `reference`"
         )
-    from kernels.triton import layer, slot_order
+    problems = {}
+    for family in FAMILIES:
+        if name not in (None, *family.names):
+            continue
+        problem = family.problem(spec)
+        if problem is None:
+            capability = torch.cuda.get_device_capability(device)
+            kernels = family.kernels(_fitting(family, capability, name))
+            return _said(kernels, spec, device, f"compute capability {capability[0]}.{capability[1]}")
+        problems[family.names[0]] = problem
+    if name is not None:
+        raise ValueError("; ".join(problems.values()))
+    return _said(REFERENCE, spec, device, "; ".join(problems.values()))
 
-    try:
-        layer.check_spec(spec)
-    except ValueError as error:
-        if name is not None:
-            raise
-        return _said(REFERENCE, spec, device, str(error))
-    capability = torch.cuda.get_device_capability(device)
-    fitting = (
-        "triton_native" if capability in _NATIVE else "triton_emulated" if capability in _EMULATED else None
-    )
-    if fitting is None:
+
+def _fitting(family: Family, capability: tuple[int, int], name: str | None) -> str:
+    """The back end of a family for a GPU. Raises ValueError where there is none, or `name` is not one."""
+    if capability not in (*_NATIVE, *_EMULATED):
         raise ValueError(
             f"the Triton kernels run on compute capability 9.0, 10.0 and 10.3, not on {capability}; ask for `reference`"
         )
-    if name not in (None, fitting) and not (name == "triton_emulated" and capability in _NATIVE):
+    able = [own for own in family.names if not (own == "triton_native" and capability not in _NATIVE)]
+    if name not in (None, *able):
         raise ValueError(f"{name} does not run on compute capability {capability}")
-    chosen = name or fitting
-    kernels = ExpertKernels(
-        chosen,
-        layer.quantize,
-        functools.partial(layer.prepare, native=chosen == "triton_native"),
-        layer.forward,
-        layer.expert_layer,
-        StoredLayout.ROWS if chosen == "triton_native" else StoredLayout.TILES,
-        slot_order.sort_slots,
-    )
-    return _said(kernels, spec, device, f"compute capability {capability[0]}.{capability[1]}")
+    return name or able[-1]
 
 
 def _said(kernels: ExpertKernels, spec: ExecutionSpec, device: torch.device, why: str) -> ExpertKernels:

@@ -92,7 +92,7 @@ class GradientProducts:
         seed = None
         if quantizer.rounding is Rounding.STOCHASTIC:
             assert self.seed is not None
-            seed = _derived_seed(self.seed, f"{name} {expert}")
+            seed = derived_seed(self.seed, f"{name} {expert}")
         a, ga = _decoded(gradient, quantizer, seed, f"gradient in {name}", record)
         nearest = replace(quantizer, rounding=Rounding.NEAREST_EVEN)
         b, gb = _decoded(other, nearest, None, f"operand of {name}", record)
@@ -117,6 +117,6 @@ def _unrotated(values: torch.Tensor, quantizer: QuantizerSpec) -> torch.Tensor:
     return (values.unflatten(-1, (-1, SIZE)) @ hadamard_matrix(values.device).T).flatten(-2)
 
 
-def _derived_seed(seed: int, name: str) -> int:
+def derived_seed(seed: int, name: str) -> int:
     """A seed in [0, 2^63) of its own for every product of a layer."""
     return int.from_bytes(blake2b(f"{seed} {name}".encode(), digest_size=8).digest()) >> 1

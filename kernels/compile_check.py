@@ -167,8 +167,10 @@ def _products(target: int) -> Iterator[Compilation]:
         "x_desc": "tensordesc<bf16[64, 256]>",
         "gradient": "*fp32",
         "starts": "*i32",
+        "outer": "*i32",
     }
     constants = {"N": HIDDEN, "K": FFN, "BN": 128, "BK": 256, "ROWS": 64, "STAGES": 4}
+    constants |= {"SCALED": False, "BF16": False}
     yield Compilation("weight gradient", target, _weight_gradient, types, constants, {"num_warps": 8}, _WGMMA)
 
 
@@ -205,7 +207,7 @@ def _quantisers(target: int) -> Iterator[Compilation]:
     pointers |= {"outer": "*fp32", "bad": "*u8", "slot_of_row": "*i32", "starts": "*i32", "rows": rows}
     pointers |= {"tile_expert": "*i32", "bad_counts": "*i64"}
     constants = {"EXPERTS": EXPERTS, "BLOCKS": FFN // 16, "PADDED": 64, "ROWS": 2, "KEEP_ACT": False}
-    constants |= {"PACKED": target >= 100, "DECODED": target < 100}
+    constants |= {"QUANTIZE": True, "PACKED": target >= 100, "DECODED": target < 100}
     aligns = {"SwiGLU and quantise": 0} | ({"SwiGLU and quantise, few": 16} if target < 100 else {})
     for name, align in aligns.items():
         own = constants | {"ALIGN": align}
@@ -213,6 +215,22 @@ def _quantisers(target: int) -> Iterator[Compilation]:
     types = {"fc2": "*i32", "row_of_slot": "*i32", "coefficients": "*fp32", "output": "*i32"}
     constants = {"WIDTH": HIDDEN // 2, "COLUMNS": 256, "TOP_K": TOP_K, "FEW": False}
     yield Compilation("combine", target, combine._combine, types, constants, strict, None, True)
+    yield from _per_tensor(target)
+
+
+def _per_tensor(target: int) -> Iterator[Compilation]:
+    from kernels.triton.per_tensor import _ALONG_COLUMN, _ALONG_ROW, _quantize_tile
+
+    types = {"x": "*bf16", "tile_expert": "*i32", "amax": "*i32", "codes": "*u8", "scales": "*u8"}
+    types |= {"elements": "*fp16", "rotation": "*fp32", "features": "i32", "width": "i32", "seed": "i64"}
+    for name, (rows, columns) in (("along rows", _ALONG_ROW), ("along columns", _ALONG_COLUMN)):
+        column = name == "along columns"
+        constants = {"ROWS": rows, "COLUMNS": columns, "ALIGN": 128, "ALONG_COLUMN": column}
+        constants |= {"ROTATE": column, "MEASURE": False, "STOCHASTIC": column, "PACKED": False}
+        options = {"num_warps": 4, "enable_fp_fusion": False}
+        yield Compilation(
+            f"per tensor, {name}", target, _quantize_tile, types, constants, options, None, True
+        )
 
 
 def report(evidence: Evidence) -> tuple[str, ...]:

@@ -145,14 +145,14 @@ def _epilogue(
         case Epilogue.ACTIVATION_FIRST:
             return accumulator.mul_(rows).mul_(columns)
         case Epilogue.AMAX_ALPHA:
-            return accumulator.mul_((rows * columns) * _inverse_divisors(spec))
+            return accumulator.mul_((rows * columns) * inverse_divisors(spec))
         case Epilogue.AMAX_AFTER:
-            return accumulator.mul_(_inverse_divisors(spec)).mul_(rows * columns)
+            return accumulator.mul_(inverse_divisors(spec)).mul_(rows * columns)
         case Epilogue.NONE:
             raise AssertionError(f"{spec.name!r} has outer scales and no epilogue")
 
 
-def _inverse_divisors(spec: ExecutionSpec) -> float:
+def inverse_divisors(spec: ExecutionSpec) -> float:
     """1/(Mx*Mw) as FP32 has it: both operations are exact or correctly rounded twice over in FP64."""
     assert spec.activation is not None and spec.weight is not None
     divisors = outer_divisor(spec.activation) * outer_divisor(spec.weight)

@@ -124,6 +124,8 @@ BACKENDS: Mapping[str, str] = MappingProxyType(
     {
         "reference": "kernels.conformance.reference_backend:BACKEND",
         "triton_emulated": "kernels.conformance.triton_backend:BACKEND",
+        "grouped_bf16": "kernels.conformance.triton_backend:GROUPED_BF16",
+        "triton_per_tensor": "kernels.conformance.triton_backend:PER_TENSOR",
     }
 )
 

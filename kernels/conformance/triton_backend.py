@@ -1,9 +1,11 @@
-"""The Triton kernels as a back end: on the GPU, or in Triton's interpreter where TRITON_INTERPRET=1 says so.
+"""The back ends of a GPU, `kernels.backends`: on the GPU, or in Triton's interpreter where TRITON_INTERPRET=1 says so.
 
-Operands are decoded to f16 and multiplied by 16-bit tensor cores, whatever the GPU has ("emulated").
+Quantised operands are decoded to f16 and multiplied by 16-bit tensor cores, whatever the GPU has ("emulated").
 """
 
 from __future__ import annotations
+
+import importlib
 
 import torch
 import triton
@@ -11,7 +13,7 @@ import triton
 from kernels import quantize as reference
 from kernels.experts import ExpertWeights
 from kernels.quantize import QuantizedTensor
-from kernels.quantizer_spec import QuantizerSpec, ScaleDomain
+from kernels.quantizer_spec import QuantizerSpec, Rounding, ScaleDomain
 from kernels.spec import Epilogue, ExecutionSpec
 from kernels.swizzle import unswizzle_128x4
 from kernels.triton.grouping import group
@@ -26,10 +28,7 @@ class TritonBackend:
     name = "triton_emulated"
 
     def __init__(self) -> None:
-        interpreted = bool(triton.knobs.runtime.interpret)
-        if not interpreted and not torch.cuda.is_available():
-            raise ValueError(f"{self.name} needs an NVIDIA GPU, or TRITON_INTERPRET=1 for the interpreter")
-        self.device = torch.device("cpu" if interpreted else "cuda")
+        self.device = _device(self.name)
 
     def claims(self, spec: ExecutionSpec) -> bool:
         if (
@@ -78,4 +77,96 @@ class TritonBackend:
         return layer.forward(x, topk_ids, topk_weights, layer.prepare(weights, spec), spec)
 
 
+class GroupedBf16Backend:
+    """PyTorch's grouped BF16 products: specs without quantisers. Raises ValueError as `TritonBackend` does."""
+
+    name = "grouped_bf16"
+
+    def __init__(self) -> None:
+        self.device = _device(self.name)
+
+    def claims(self, spec: ExecutionSpec) -> bool:
+        return not spec.strict and _computes("kernels.triton.plain_layer", spec)
+
+    def quantize_activation(self, x: torch.Tensor, spec: QuantizerSpec) -> QuantizedTensor:
+        raise NotImplementedError(f"{self.name} has no quantiser")
+
+    def quantize_weight(self, weight: torch.Tensor, spec: QuantizerSpec, *, halves: bool) -> QuantizedTensor:
+        raise NotImplementedError(f"{self.name} has no quantiser")
+
+    def stored_scales(self, quantized: QuantizedTensor, spec: QuantizerSpec) -> torch.Tensor | None:
+        raise NotImplementedError(f"{self.name} has no quantiser")
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        weights: ExpertWeights,
+        spec: ExecutionSpec,
+    ) -> torch.Tensor:
+        from kernels.triton import plain_layer
+
+        return plain_layer.forward(x, topk_ids, topk_weights, plain_layer.prepare(weights, spec), spec)
+
+
+class PerTensorBackend:
+    """One scale a tensor: `te_per_tensor` and `te_exact`. Raises ValueError as `TritonBackend` does."""
+
+    name = "triton_per_tensor"
+
+    def __init__(self) -> None:
+        self.device = _device(self.name)
+
+    def claims(self, spec: ExecutionSpec) -> bool:
+        return not spec.strict and _computes("kernels.triton.per_tensor_layer", spec)
+
+    def quantize_activation(self, x: torch.Tensor, spec: QuantizerSpec) -> QuantizedTensor:
+        """Rows are those of one expert. Raises ValueError for stochastic rounding, which needs a seed."""
+        if spec.rounding is Rounding.STOCHASTIC:
+            raise ValueError("stochastic rounding needs a seed")
+        found = self.quantize_weight(x[None], spec, halves=False)
+        assert found.block_scales is not None
+        return QuantizedTensor(found.codes[0], found.block_scales[0], found.outer_scales)
+
+    def quantize_weight(self, weight: torch.Tensor, spec: QuantizerSpec, *, halves: bool) -> QuantizedTensor:
+        from kernels.triton import per_tensor
+
+        if weight.shape[-1] % spec.width_multiple or not weight.shape[-1]:
+            raise ValueError(f"rows must be a multiple of {spec.width_multiple} elements")
+        return per_tensor.quantize_weight(weight)
+
+    def stored_scales(self, quantized: QuantizedTensor, spec: QuantizerSpec) -> torch.Tensor | None:
+        return reference.stored_scales(quantized, spec)
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        weights: ExpertWeights,
+        spec: ExecutionSpec,
+    ) -> torch.Tensor:
+        from kernels.triton import per_tensor_layer as layer
+
+        return layer.forward(x, topk_ids, topk_weights, layer.prepare(weights, spec), spec)
+
+
+def _device(name: str) -> torch.device:
+    interpreted = bool(triton.knobs.runtime.interpret)
+    if not interpreted and not torch.cuda.is_available():
+        raise ValueError(f"{name} needs an NVIDIA GPU, or TRITON_INTERPRET=1 for the interpreter")
+    return torch.device("cpu" if interpreted else "cuda")
+
+
+def _computes(module: str, spec: ExecutionSpec) -> bool:
+    try:
+        importlib.import_module(module).check_spec(spec)
+    except ValueError:
+        return False
+    return True
+
+
 BACKEND = TritonBackend()
+GROUPED_BF16 = GroupedBf16Backend()
+PER_TENSOR = PerTensorBackend()

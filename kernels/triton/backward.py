@@ -18,8 +18,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from kernels.triton.codec import COMPILED
 from kernels.triton.grouped_gemm import as_stored, to_bf16
 from kernels.triton.grouping import ALIGN, ExpertGroups
+from kernels.triton.permute import clear_padding
 
-_grouped_mm: Callable[..., torch.Tensor] = (
+grouped_mm: Callable[..., torch.Tensor] = (
     getattr(torch.nn.functional, "grouped_mm", None) or torch._grouped_mm
 )
 _ROWS = 16  # of a program of `_swiglu_backward`
@@ -87,17 +88,8 @@ def spread(
         TOP_K=topk_weights.shape[1],
         num_warps=4 if padded <= 4096 else 8,
     )
-    _clear_padding[(triton.cdiv(groups.rows, _ROWS),)](
-        groups.slot_of_row,
-        groups.starts,
-        as_stored(d_rows),
-        as_stored(x_rows),
-        groups.rows,
-        EXPERTS=groups.counts.shape[0],
-        H=width,
-        PADDED=padded,
-        ROWS=_ROWS,
-    )
+    clear_padding(d_rows, groups)
+    clear_padding(x_rows, groups)
     return d_rows, x_rows, d_topk_weights
 
 
@@ -123,41 +115,52 @@ def swiglu_backward(fc1: torch.Tensor, d_act: torch.Tensor, groups: ExpertGroups
 
 def input_gradient(d_y: torch.Tensor, weight: torch.Tensor, groups: ExpertGroups) -> torch.Tensor:
     """bfloat16 [R, N], weights [E, N, K] taken in BF16 -> each expert's rows times its weight, bfloat16 [R, K]."""
-    return _grouped_mm(d_y, weight.detach().bfloat16(), offs=groups.starts[1:])
+    if not len(d_y):
+        return d_y.new_empty(0, weight.shape[2])
+    return grouped_mm(d_y, weight.detach().bfloat16(), offs=groups.starts[1:])
 
 
 def weight_gradient(
-    d_y: torch.Tensor, x: torch.Tensor, groups: ExpertGroups, dtype: torch.dtype
+    d_y: torch.Tensor,
+    x: torch.Tensor,
+    groups: ExpertGroups,
+    dtype: torch.dtype,
+    outer: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """bfloat16 [R, N], [R, K], zero in padding -> for each expert d_y^T x over its rows, [E, N, K] of `dtype`. Raises
-    ValueError for groups that are not aligned to 128 rows.
+    """bfloat16 or, with `outer`, float16 [R, N], [R, K], zero in padding -> for each expert d_y^T x over its rows,
+    [E, N, K] of `dtype`. outer: float32 [E], a factor of each expert's FP32 sums. Raises ValueError for groups that are
+    not aligned to 128 rows.
     """
     if groups.align != ALIGN:
         raise ValueError(f"gradients need groups aligned to {ALIGN} rows, got {groups.align}")
     experts = groups.counts.shape[0]
-    if dtype is torch.bfloat16:
-        gradient = _grouped_mm(d_y.t(), x, offs=groups.starts[1:])
+    features, width = d_y.shape[1], x.shape[1]
+    if not groups.rows:
+        return torch.zeros(experts, features, width, dtype=dtype, device=x.device)
+    if dtype is torch.bfloat16 and outer is None:
+        gradient = grouped_mm(d_y.t(), x, offs=groups.starts[1:])
         # What a library leaves for an expert without rows is not relied upon.
         _clear_empty[(experts, 64)](
             as_stored(gradient), groups.counts, gradient[0].numel(), BLOCK=4096, PARTS=64
         )
         return gradient
-    features, width = d_y.shape[1], x.shape[1]
-    gradient = torch.empty(experts, features, width, dtype=torch.float32, device=x.device)
-    if not groups.rows:
-        return gradient.zero_().to(dtype)
+    kind = torch.bfloat16 if dtype is torch.bfloat16 else torch.float32
+    gradient = torch.empty(experts, features, width, dtype=kind, device=x.device)
     bn, bk, rows, stages, warps = (128, 256, 64, 4, 8) if COMPILED.value else (128, 128, 128, 1, 4)
     _weight_gradient[(triton.cdiv(width, bk), triton.cdiv(features, bn), experts)](
         TensorDescriptor.from_tensor(d_y, [rows, bn]),
         TensorDescriptor.from_tensor(x, [rows, bk]),
-        gradient,
+        as_stored(gradient) if kind is torch.bfloat16 else gradient,
         groups.starts,
+        groups.starts if outer is None else outer,
         N=features,
         K=width,
         BN=bn,
         BK=bk,
         ROWS=rows,
         STAGES=stages,
+        SCALED=outer is not None,
+        BF16=kind is torch.bfloat16,
         num_warps=warps,
     )
     return gradient.to(dtype)
@@ -215,31 +218,6 @@ def _spread(
 
 
 @triton.jit
-def _clear_padding(
-    slot_of_row,
-    starts,
-    first,
-    second,
-    rows,
-    EXPERTS: tl.constexpr,
-    H: tl.constexpr,
-    PADDED: tl.constexpr,
-    ROWS: tl.constexpr,
-):
-    """Zero in the rows without a slot, up to the last row in use, of two [R, H]."""
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    used = row < tl.minimum(tl.load(starts + EXPERTS), rows)
-    empty = used & (tl.load(slot_of_row + row, mask=used, other=0) < 0)
-    if tl.max(empty.to(tl.int32), axis=0) > 0:
-        column = tl.arange(0, PADDED)
-        at = row.to(tl.int64)[:, None] * H + column[None, :]
-        mask = empty[:, None] & (column < H)[None, :]
-        zero = to_bf16(tl.zeros((ROWS, PADDED), tl.float32))
-        tl.store(first + at, zero, mask=mask)
-        tl.store(second + at, zero, mask=mask)
-
-
-@triton.jit
 def _swiglu_backward(
     fc1,
     d_act,
@@ -283,14 +261,17 @@ def _weight_gradient(
     x_desc,
     gradient,
     starts,
+    outer,
     N: tl.constexpr,
     K: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
     ROWS: tl.constexpr,
     STAGES: tl.constexpr,
+    SCALED: tl.constexpr,
+    BF16: tl.constexpr,
 ):
-    """gradient[e, n, k] = sum over the expert's rows of d_y[r, n] x[r, k], float32."""
+    """gradient[e, n, k] = sum over the expert's rows of d_y[r, n] x[r, k], in FP32, times outer[e] if SCALED."""
     e = tl.program_id(2)
     n0 = tl.program_id(1) * BN
     k0 = tl.program_id(0) * BK
@@ -305,6 +286,10 @@ def _weight_gradient(
     n = n0 + tl.arange(0, BN)
     k = k0 + tl.arange(0, BK)
     at = (e.to(tl.int64) * N + n)[:, None] * K + k[None, :]
+    if SCALED:
+        acc *= tl.load(outer + e)
+    if BF16:
+        acc = to_bf16(acc)
     tl.store(gradient + at, acc, mask=(n < N)[:, None] & (k < K)[None, :])
 
 

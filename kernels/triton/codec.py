@@ -129,6 +129,15 @@ def bf16_high(word):
 
 
 @triton.jit
+def to_f32(x):
+    """bfloat16 or float32 -> float32, exact: the interpreter's own cast loses subnormal numbers."""
+    if x.dtype == tl.bfloat16:
+        return (x.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    else:
+        return x
+
+
+@triton.jit
 def multiply_f16(a, b):
     """Words of two f16 numbers: their products, each rounded once."""
     if COMPILED:

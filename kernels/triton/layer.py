@@ -9,8 +9,9 @@ of many rows or of few, in training or in generation.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -41,6 +42,21 @@ class PreparedExperts:
         parts = {"w13": self.w13.derived(), "w2": self.w2.derived()}
         made = {f"{name}.{part}": tensor for name, own in parts.items() for part, tensor in own.items()}
         return {name: tensor for name, tensor in made.items() if tensor.data_ptr() not in self.stored}
+
+
+class Shaped(Protocol):
+    @property
+    def shape(self) -> Sequence[int]: ...
+
+
+class Prepared(Protocol):
+    """What a back end for GPUs makes of a layer's weights."""
+
+    @property
+    def spec(self) -> ExecutionSpec: ...
+
+    @property
+    def w13(self) -> Shaped: ...
 
 
 def check_spec(spec: ExecutionSpec) -> None:
@@ -119,7 +135,7 @@ def forward(
     token's output NaN. Without one, values that are not finite and such ids raise ValueError.
     """
     check_inputs(x, topk_ids, topk_weights, prepared, spec)
-    _check_ids(topk_ids, prepared, guard)
+    check_ids(topk_ids, prepared.w13.shape[0], guard)
     inputs = x.detach().to(torch.bfloat16), topk_ids, topk_weights.detach()
     bad = _counts(prepared, guard)
     if torch.compiler.is_compiling():
@@ -155,7 +171,7 @@ def expert_layer(
     needed = torch.is_grad_enabled() and any(t.requires_grad for t in (x, topk_weights, w13, w2))
     if not needed:
         return forward(x, topk_ids, topk_weights, prepared, spec, guard).to(x.dtype)
-    _check_ids(topk_ids, prepared, guard)
+    check_ids(topk_ids, prepared.w13.shape[0], guard)
     inputs = x, topk_ids, topk_weights, w13, w2
     bad = _counts(prepared, guard)
     if torch.compiler.is_compiling():
@@ -204,7 +220,7 @@ def check_inputs(
     x: torch.Tensor,
     topk_ids: torch.Tensor,
     topk_weights: torch.Tensor,
-    prepared: PreparedExperts,
+    prepared: Prepared,
     spec: ExecutionSpec,
 ) -> None:
     """Raises ValueError for shapes or dtypes that do not fit, and for `prepared` of another spec."""
@@ -224,9 +240,10 @@ def check_inputs(
         raise ValueError(f"topk_weights must be float32 {tuple(topk_ids.shape)}, got {found}")
 
 
-def _check_ids(topk_ids: torch.Tensor, prepared: PreparedExperts, guard: NonFiniteGuard | None) -> None:
-    """Waits for the device, so only where the caller waits anyway."""
-    experts = prepared.w13.shape[0]
+def check_ids(topk_ids: torch.Tensor, experts: int, guard: NonFiniteGuard | None) -> None:
+    """Raises ValueError for ids of experts that do not exist. Waits for the device, so only where the caller waits
+    anyway: without a guard.
+    """
     if guard is not None or not topk_ids.numel():
         return
     low, high = torch.stack(torch.aminmax(topk_ids)).tolist()

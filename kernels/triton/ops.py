@@ -248,20 +248,20 @@ def show_operands(groups: ExpertGroups, first: GroupedOperand, second: GroupedOp
     """FC1's and FC2's packed inputs, the rows in use, to a listener. Waits for the device then."""
     if listened_to():
         for name, operand in ((Operand.FC1_INPUT, first), (Operand.FC2_INPUT, second)):
-            show(name, Shown(packed_rows(operand, _used_rows(groups)), None))
+            show(name, Shown(packed_rows(operand, used_rows(groups)), None))
 
 
 def show_rows(groups: ExpertGroups, fc1: torch.Tensor, act: torch.Tensor | None, fc2: torch.Tensor) -> None:
     """The rows in use, to a listener. Waits for the device then."""
     if not listened_to():
         return
-    used = _used_rows(groups)
+    used = used_rows(groups)
     for name, tensor in (("fc1", fc1), ("swiglu", act), ("fc2", fc2)):
         assert tensor is not None
         show(name, tensor[used])
 
 
-def _used_rows(groups: ExpertGroups) -> torch.Tensor:
+def used_rows(groups: ExpertGroups) -> torch.Tensor:
     """int64: the rows that are not padding, in the order of `kernels.routing.Routing`."""
     rows = groups.row_of_slot.flatten().long()
     return rows[rows >= 0].sort().values

@@ -24,7 +24,7 @@ def quantizer_problem(spec: QuantizerSpec, domains: tuple[ScaleDomain, ...]) -> 
         return f"outer_domain={spec.outer_domain} is not one of: {', '.join(domains)}"
     activation = named_spec("minite").activation
     assert activation is not None
-    return _difference(spec, replace(activation, outer_domain=spec.outer_domain))
+    return difference(spec, replace(activation, outer_domain=spec.outer_domain))
 
 
 def check_quantizer(spec: QuantizerSpec, domains: tuple[ScaleDomain, ...]) -> None:
@@ -37,7 +37,7 @@ def check_quantizer(spec: QuantizerSpec, domains: tuple[ScaleDomain, ...]) -> No
 @functools.cache
 def layer_problem(spec: ExecutionSpec) -> str | None:
     """What keeps the SwiGLU and the combination from computing `spec`, its quantisers left aside."""
-    return _difference(spec, named_spec("minite"), _NO_BACKEND_FIELDS)
+    return difference(spec, named_spec("minite"), _NO_BACKEND_FIELDS)
 
 
 def check_layer(spec: ExecutionSpec) -> None:
@@ -83,9 +83,13 @@ def check_bad_counts(bad_counts: torch.Tensor | None, num_experts: int, device: 
         raise ValueError(f"bad_counts must be contiguous and on {device}, got one on {bad_counts.device}")
 
 
-def _difference(found: Described, computed: Described, left_out: Collection[str] = ()) -> str | None:
+def difference(found: Described, computed: Described, left_out: Collection[str] = ()) -> str | None:
+    """The first field in which they differ, those left out aside; None when there is none."""
     for entry in fields(found):
         own, wanted = getattr(found, entry.name), getattr(computed, entry.name)
         if entry.name not in left_out and own != wanted:
-            return f"{entry.name}={own}, computed is {wanted}"
+            if isinstance(own, QuantizerSpec) and isinstance(wanted, QuantizerSpec):
+                return f"{entry.name}.{difference(own, wanted)}"
+            shown = ["quantised" if isinstance(value, QuantizerSpec) else value for value in (own, wanted)]
+            return f"{entry.name}={shown[0]}, computed is {shown[1]}"
     return None

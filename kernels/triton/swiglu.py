@@ -1,4 +1,4 @@
-"""SwiGLU and quantisation fused: what stands between FC1 and FC2.
+"""SwiGLU and quantisation fused, or SwiGLU alone: what stands between FC1 and FC2.
 
 The reference takes silu in FP64 and rounds it to FP32, multiplies by `up` in FP32 and rounds to BF16. Here silu is
 taken in FP32, with a relative error below 2^-17; where that could change the BF16 result, because the product is that
@@ -89,12 +89,7 @@ def swiglu_quantize(
     `keep_act`.
     """
     check_quantizer(spec, (ScaleDomain.TOKEN,))
-    if fc1.dim() != 2 or fc1.dtype is not torch.bfloat16 or fc1.shape[1] == 0 or fc1.shape[1] % (2 * BLOCK):
-        raise ValueError(
-            f"fc1 must be bfloat16 [R, 2F], F a multiple of {BLOCK}, got {fc1.dtype} {tuple(fc1.shape)}"
-        )
-    if len(fc1) != groups.rows:
-        raise ValueError(f"groups have {groups.rows} rows, fc1 is {tuple(fc1.shape)}")
+    _check(fc1, groups)
     check_bad_counts(bad_counts, groups.counts.shape[0], fc1.device)
     if bad_counts is not None and (packed or keep_act):
         raise ValueError(
@@ -106,37 +101,73 @@ def swiglu_quantize(
     act = torch.empty(rows, width, dtype=torch.bfloat16, device=device) if keep_act else None
     if not rows:
         return result, act
-    own = tile(blocks) if bad_counts is None else tile_of_few(blocks)
     scales = torch.empty(rows if packed else 1, blocks, dtype=torch.uint8, device=device)
-    _swiglu_quantize[(triton.cdiv(rows, own.rows),)](
+    _launch(fc1, groups, act, result, scales, bad_counts)
+    if packed:
+        finish_tiles(result, groups, scales, result.outer_scales, result.bad.view(torch.uint8), top_k=0)
+    return result, act
+
+
+def swiglu(fc1: torch.Tensor, groups: ExpertGroups) -> torch.Tensor:
+    """FC1's output bfloat16 [R, 2F] in grouped order, gate then up -> bfloat16 [R, F], padding rows of zeros: the very
+    values that `swiglu_quantize` quantises. Otherwise as there. Values that are not finite are carried through.
+    """
+    _check(fc1, groups)
+    act = torch.empty(len(fc1), fc1.shape[1] // 2, dtype=torch.bfloat16, device=fc1.device)
+    if len(fc1):
+        _launch(fc1, groups, act)
+    return act
+
+
+def _check(fc1: torch.Tensor, groups: ExpertGroups) -> None:
+    if fc1.dim() != 2 or fc1.dtype is not torch.bfloat16 or fc1.shape[1] == 0 or fc1.shape[1] % (2 * BLOCK):
+        raise ValueError(
+            f"fc1 must be bfloat16 [R, 2F], F a multiple of {BLOCK}, got {fc1.dtype} {tuple(fc1.shape)}"
+        )
+    if len(fc1) != groups.rows:
+        raise ValueError(f"groups have {groups.rows} rows, fc1 is {tuple(fc1.shape)}")
+
+
+def _launch(
+    fc1: torch.Tensor,
+    groups: ExpertGroups,
+    act: torch.Tensor | None,
+    result: GroupedOperand | None = None,
+    scales: torch.Tensor | None = None,
+    bad_counts: torch.Tensor | None = None,
+) -> None:
+    """result: where what is quantised goes, with the block scales in their logical order beside it."""
+    blocks = fc1.shape[1] // (2 * BLOCK)
+    own = tile(blocks) if bad_counts is None else tile_of_few(blocks)
+    unused = groups.starts
+    packed, decoded = (None, None) if result is None else (result.codes, result.decoded)
+    _swiglu_quantize[(triton.cdiv(len(fc1), own.rows),)](
         words(fc1),
-        silu_table(device),
-        scales if result.codes is None else result.codes.view(torch.int32),
-        scales if result.decoded is None else result.decoded.view(torch.int32),
-        scales if act is None else act.view(torch.int32),
-        scales,
-        result.outer_scales,
-        result.bad.view(torch.uint8),
+        silu_table(fc1.device),
+        unused if packed is None else packed.view(torch.int32),
+        unused if decoded is None else decoded.view(torch.int32),
+        unused if act is None else act.view(torch.int32),
+        unused if scales is None else scales,
+        unused if result is None else result.outer_scales,
+        unused if result is None else result.bad.view(torch.uint8),
         groups.slot_of_row,
         groups.starts,
         groups.tile_expert,
-        groups.starts if bad_counts is None else bad_counts,
-        rows,
+        unused if bad_counts is None else bad_counts,
+        len(fc1),
         EXPERTS=groups.counts.shape[0],
         BLOCKS=blocks,
         PADDED=triton.next_power_of_2(blocks),
         ROWS=own.rows,
         ALIGN=0 if bad_counts is None else groups.align,
-        PACKED=packed,
-        DECODED=decoded,
-        KEEP_ACT=keep_act,
+        QUANTIZE=result is not None,
+        PACKED=packed is not None,
+        DECODED=decoded is not None,
+        KEEP_ACT=act is not None,
         num_warps=own.warps,
         enable_fp_fusion=False,
         launch_pdl=bad_counts is not None,
     )
-    if packed:
-        finish_tiles(result, groups, scales, result.outer_scales, result.bad.view(torch.uint8), top_k=0)
-    return result, act
 
 
 @lru_cache(maxsize=64)
@@ -191,6 +222,7 @@ def _swiglu_quantize(
     PADDED: tl.constexpr,
     ROWS: tl.constexpr,
     ALIGN: tl.constexpr,
+    QUANTIZE: tl.constexpr,
     PACKED: tl.constexpr,
     DECODED: tl.constexpr,
     KEEP_ACT: tl.constexpr,
@@ -233,21 +265,21 @@ def _swiglu_quantize(
             tl.store(
                 act + words_to, join_words(w0, w1, w2, w3, w4, w5, w6, w7, ROWS, PADDED), mask=words_mask
             )
-
-        block_bits = largest_of_block_bf16(w0, w1, w2, w3, w4, w5, w6, w7)
-        row_g, finite = outer_scale(tl.max(block_bits, axis=1))
-        tl.store(outer + row, tl.where(routed, row_g, 0.0), mask=inside)
-        tl.store(bad + row, tl.where(finite, 0, 1).to(tl.uint8), mask=inside)
-        if ALIGN > 0:
-            count_bad(bad_counts, tile_expert, row // ALIGN, routed & ~finite, ROWS)
-        row_g = tl.broadcast_to(row_g[:, None], (ROWS, PADDED))
-        scale = block_scale(block_bits, row_g, tl.broadcast_to(finite[:, None], (ROWS, PADDED)))
-        c0, c1 = codes_of_bf16(w0, w1, w2, w3, w4, w5, w6, w7, scale, row_g)
-        store = inside[:, None] & exists
-        if PACKED:
-            tl.store(scales + at, scale.to(tl.uint8), mask=store)
-            pair = tl.arange(0, 2)
-            to = at[:, :, None] * 2 + pair[None, None, :]
-            tl.store(codes + to, tl.join(c0, c1).to(tl.int32, bitcast=True), mask=store[:, :, None])
-        if DECODED:
-            tl.store(decoded + words_to, decoded_words(c0, c1, scale, ROWS, PADDED), mask=words_mask)
+        if QUANTIZE:
+            block_bits = largest_of_block_bf16(w0, w1, w2, w3, w4, w5, w6, w7)
+            row_g, finite = outer_scale(tl.max(block_bits, axis=1))
+            tl.store(outer + row, tl.where(routed, row_g, 0.0), mask=inside)
+            tl.store(bad + row, tl.where(finite, 0, 1).to(tl.uint8), mask=inside)
+            if ALIGN > 0:
+                count_bad(bad_counts, tile_expert, row // ALIGN, routed & ~finite, ROWS)
+            row_g = tl.broadcast_to(row_g[:, None], (ROWS, PADDED))
+            scale = block_scale(block_bits, row_g, tl.broadcast_to(finite[:, None], (ROWS, PADDED)))
+            c0, c1 = codes_of_bf16(w0, w1, w2, w3, w4, w5, w6, w7, scale, row_g)
+            store = inside[:, None] & exists
+            if PACKED:
+                tl.store(scales + at, scale.to(tl.uint8), mask=store)
+                pair = tl.arange(0, 2)
+                to = at[:, :, None] * 2 + pair[None, None, :]
+                tl.store(codes + to, tl.join(c0, c1).to(tl.int32, bitcast=True), mask=store[:, :, None])
+            if DECODED:
+                tl.store(decoded + words_to, decoded_words(c0, c1, scale, ROWS, PADDED), mask=words_mask)

@@ -7,9 +7,10 @@ Each figure follows from what the code allocates: `learner.optimizer` (FP32 mast
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
+from kernels.backends import gpu_backend
 from kernels.experts import can_stand_in_tiles, expert_layout
 from kernels.precision_map import PrecisionMap
 from kernels.quantizer_spec import BlockScaleFormat, ScaleDomain
@@ -72,16 +73,8 @@ def expert_bytes(
 
 
 def layer_backend(spec: ExecutionSpec, backend: str) -> str:
-    """What computes a layer under `spec`: the Triton kernels where they compute it, else the reference."""
-    if backend == "reference":
-        return backend
-    from kernels.triton.layer import check_spec
-
-    try:
-        check_spec(spec)
-    except ValueError:
-        return "reference"
-    return backend
+    """What computes a layer under `spec` on a machine whose back end for NVFP4 is `backend`."""
+    return backend if backend == "reference" else gpu_backend(spec, native=backend == "triton_native")
 
 
 def _layer_bytes(
@@ -100,12 +93,18 @@ def _layer_bytes(
         wide = spec.weight.block_scale_format is BlockScaleFormat.E8M0
         return ExpertBytes(stored, experts * sum((4 if wide else 2) * prod(matrix) for matrix in matrices))
     native = computed_by == "triton_native"
-    tiles = not native and not rows and can_stand_in_tiles(model.hidden, model.expert_ffn, spec)
+    # The other back ends take rows.
+    own_layout = computed_by == "triton_emulated" and not rows
+    tiles = own_layout and can_stand_in_tiles(model.hidden, model.expert_ffn, spec)
     of_rows = spec.weight.outer_domain is ScaleDomain.ROW
     derived = 0
     for features, width in matrices:
         derived += _laid_out(features * width, features % TILE or width % TILE, native, tiles, compact)
         derived += 0 if of_rows else 4 * features  # outer scales, repeated for every row
+        if (
+            spec.gradient is not None and not compact
+        ):  # a learner's: the weights as the gradient multiplies them
+            derived += 2 * features * width + 4 * width
     return ExpertBytes(stored, experts * derived)
 
 
@@ -135,6 +134,18 @@ def learner_memory(
         for stage in range(layout.pipeline)
     ]
     return max(stages, key=lambda memory: memory.total)
+
+
+def bare_learner_memory(
+    model: Architecture, specs: PrecisionMap, config: LearnerConfig, largest: int, *, backend: str
+) -> Memory:
+    """Of a learner of one process by itself, whose largest micro-batch has `largest` tokens: what a measurement inside
+    the process can be compared with, so without the GPU's context.
+    """
+    own = replace(config, micro_batch_tokens=largest)
+    found = learner_memory(model, specs, own, Layout(), backend=backend)
+    standing = {name: size for name, size in found.standing.items() if name != "GPU context"}
+    return Memory(standing, found.working)
 
 
 def _stage_memory(

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from kernels.report import names
 from rl.preflight.checks import gib
-from rl.preflight.memory import Memory
+from rl.preflight.memory import Memory, layer_backend
 from rl.preflight.parameters import active
 from rl.preflight.run import Preflight
 
@@ -65,7 +66,7 @@ def _layout(found: Preflight) -> Iterator[str]:
     yield (
         f"layout     {where}: learner on {_many(found.layout.ranks, 'rank')} ({found.layout}),"
         f" {_many(config.run.samplers, 'sampler')} of {_many(config.sampler.tensor_parallel, 'rank')};"
-        f" NVFP4 experts by {found.backend}"
+        f" experts by {names(layer_backend(spec, found.backend) for spec in found.learner_map.layers)}"
     )
 
 

@@ -6,12 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-import triton
-import triton.language as tl
 
 from kernels.catalogue import named_spec
 from kernels.guard import NonFiniteGuard
-from kernels.triton import layer
+from kernels.triton import layer, plain_layer
 from kernels.triton.backward import Saved, expert_gradients
 from kernels.triton.combine import combine
 from kernels.triton.grouped_gemm import grouped_gemm
@@ -76,34 +74,21 @@ class Ours:
 
 
 class Bf16:
-    """No quantisation: gather, PyTorch's grouped product, fused SwiGLU, our combination; the same backward."""
+    """No quantisation: the product's own path for that, around PyTorch's grouped product; the same backward."""
 
     def __init__(self, problem: Problem, weights: Weights) -> None:
         self.problem, self.weights = problem, weights
-        # Rows without padding at few tokens, where it would be most of them.
-        self.align = 128 if problem.ids.numel() > 4096 else 16
-
-    def steps(self) -> tuple[ExpertGroups, Saved, torch.Tensor]:
-        own, weights = self.problem, self.weights
-        groups = group(own.ids, len(weights.w13), self.align)
-        token = (groups.slot_of_row // own.ids.shape[1]).clamp_(min=0)
-        rows = own.x.index_select(0, token)
-        fc1 = torch._grouped_mm(rows, weights.w13.transpose(1, 2), offs=groups.starts[1:])
-        act = torch.empty(len(fc1), fc1.shape[1] // 2, dtype=torch.bfloat16, device="cuda")
-        _silu_mul[(len(fc1),)](
-            fc1, act, groups.starts, len(groups.counts), F=act.shape[1], BLOCK=1024, num_warps=4
-        )
-        fc2 = torch._grouped_mm(act, weights.w2.transpose(1, 2), offs=groups.starts[1:])
-        return groups, Saved(own.x, fc1, act, fc2), combine(fc2, groups, own.p, SPEC)
 
     def forward(self) -> torch.Tensor:
-        return self.steps()[2]
+        own = self.problem
+        return plain_layer.run_experts(own.x, own.ids, own.p, self.weights.w13, self.weights.w2)
 
     def both(self) -> object:
-        groups, saved, _ = self.steps()
-        return expert_gradients(
-            self.problem.d_output, self.problem.p, self.weights.w13, self.weights.w2, saved, groups
-        )
+        own, weights = self.problem, self.weights
+        groups = group(own.ids, len(weights.w13))
+        saved = plain_layer.steps(own.x, groups, weights.w13, weights.w2)
+        combine(saved.fc2, groups, own.p, SPEC)
+        return expert_gradients(own.d_output, own.p, weights.w13, weights.w2, saved, groups)
 
 
 class OneByOne:
@@ -195,16 +180,3 @@ def vllm_experts(problem: Problem | None, weights: Weights) -> Callable[[], obje
     if problem is None:
         return lambda: None
     return lambda: fused_experts(problem.x, weights.w13, weights.w2, problem.p, problem.ids.int())
-
-
-@triton.jit
-def _silu_mul(fc1, act, starts, E, F: tl.constexpr, BLOCK: tl.constexpr):
-    row = tl.program_id(0)
-    if row < tl.load(starts + E):
-        column = tl.arange(0, BLOCK)
-        mask = column < F
-        start = fc1 + row.to(tl.int64) * (2 * F) + column
-        gate = tl.load(start, mask=mask, other=0.0).to(tl.float32)
-        up = tl.load(start + F, mask=mask, other=0.0).to(tl.float32)
-        value = (gate * tl.sigmoid(gate) * up).to(tl.bfloat16)
-        tl.store(act + row.to(tl.int64) * F + column, value, mask=mask)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kernels import backends
-from kernels.catalogue import named_spec
+from kernels.catalogue import CATALOGUE, named_spec
 
 
 @pytest.fixture(autouse=True)
@@ -43,17 +43,40 @@ def test_by_capability(monkeypatch: pytest.MonkeyPatch) -> None:
     assert chosen((9, 0)) == chosen((9, 0), "minite_expert") == "triton_emulated"
     assert chosen((10, 0)) == chosen((10, 3)) == "triton_native"
     assert chosen((10, 0), name="triton_emulated") == "triton_emulated"
-    assert chosen((9, 0), "te_exact") == "reference"
+    assert chosen((9, 0), "bf16") == chosen((10, 0), "bf16") == "grouped_bf16"
+    assert chosen((9, 0), "te_exact") == chosen((10, 3), "te_per_tensor") == "triton_per_tensor"
+    assert chosen((9, 0), "mxfp8") == chosen((9, 0), "te_per_tensor_2d") == "reference"
     assert chosen((8, 0), name="reference") == "reference"
     assert chosen((9, 0), "strict") == "reference"
     with pytest.raises(ValueError, match="triton_emulated sums products in an order of its own"):
         chosen((9, 0), "strict", "triton_emulated")
     with pytest.raises(ValueError, match="does not compute 'te_exact'"):
         chosen((9, 0), "te_exact", "triton_emulated")
+    with pytest.raises(
+        ValueError, match="the grouped BF16 layer does not compute 'minite': activation=quantised"
+    ):
+        chosen((9, 0), "minite", "grouped_bf16")
     with pytest.raises(ValueError, match=r"not on \(8, 0\)"):
         chosen((8, 0))
     with pytest.raises(ValueError, match="triton_native does not run"):
         chosen((9, 0), name="triton_native")
+
+
+@pytest.mark.parametrize("name", CATALOGUE)
+def test_what_a_plan_says_is_what_is_chosen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    for capability in ((9, 0), (10, 3)):
+        backends._choose.cache_clear()
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, own=capability: own)
+        planned = backends.gpu_backend(named_spec(name), native=capability > (9, 0))
+        assert planned == backends.choose(named_spec(name), "cuda").name
+
+
+@pytest.mark.parametrize("name", CATALOGUE)
+def test_no_two_back_ends_compute_a_spec(name: str) -> None:
+    pytest.importorskip("triton")
+    able = [family.names for family in backends.FAMILIES if family.problem(named_spec(name)) is None]
+    assert len(able) <= 1
 
 
 def test_compile_check() -> None:

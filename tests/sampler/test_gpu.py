@@ -82,3 +82,11 @@ def test_sleep_gives_memory_away_and_changes_nothing(sampler: Sampler) -> None:
     assert {name: tensor.data_ptr() for name, tensor in sampler.weights.tensors().items()} == addresses
     sampler.wake_cache()
     assert generated(sampler) == responses
+
+
+def test_bf16_experts_run_by_grouped_products(model_folder: MakeModel, start_sampler: StartSampler) -> None:
+    """As the learner's do; a call repeated gives the same bits."""
+    specs = PrecisionMap.resolve(LAYERS, named_spec("bf16"))
+    sampler = start_sampler(model_folder(FAMILIES[0]), specs, device="cuda", dtype="bfloat16")
+    first = generated(sampler)
+    assert sampler.report().backend == "grouped_bf16" and first == generated(sampler)

@@ -11,6 +11,7 @@ import torch
 from kernels.catalogue import named_spec
 from kernels.experts import ExpertWeights, StoredLayout
 from kernels.precision_map import PrecisionMap
+from kernels.triton import per_tensor_layer
 from kernels.triton.layer import prepare
 from learner.config import LearnerConfig, ObjectiveConfig
 from learner.families.architecture import Architecture
@@ -155,13 +156,8 @@ def test_what_the_emulated_kernels_lay_out(ffn: int, layout: str, compact: bool,
     w13, w2 = (torch.randn(shape, generator=generator).bfloat16() for shape in shapes)
     asked = StoredLayout.ROWS if layout == "rows" else StoredLayout.TILES
     weights = ExpertWeights.quantize(w13, w2, spec).in_layout(asked)
-    model = Architecture(
-        layers=1, hidden=128, heads=1, kv_heads=1, head_dim=128, experts=1, experts_per_token=1, expert_ffn=ffn,
-        vocab=16, max_positions=16, rope_theta=1.0, norm_eps=1e-6, tied_embeddings=False, qk_norm=False,
-        renormalize_router=False,
-    )  # fmt: skip
     predicted = expert_bytes(
-        model, PrecisionMap((spec,)), "triton_emulated", 1, compact=compact, layout=layout
+        _one_expert(ffn), PrecisionMap((spec,)), "triton_emulated", 1, compact=compact, layout=layout
     )
     prepared = prepare(weights, spec, compact=compact)
     stored = {t.data_ptr(): t for t in weights.tensors().values()}
@@ -169,6 +165,28 @@ def test_what_the_emulated_kernels_lay_out(ffn: int, layout: str, compact: bool,
     derived = [tensor for tensor in tensors if tensor.data_ptr() not in stored]
     assert predicted.derived == sum(t.numel() * t.element_size() for t in derived)
     assert predicted.stored == sum(t.numel() * t.element_size() for t in stored.values())
+
+
+@pytest.mark.parametrize("compact", [False, True], ids=["learner", "sampler"])
+def test_what_the_per_tensor_kernels_lay_out(compact: bool):
+    """In Triton's interpreter. A learner has the weights a second time, as the gradient's products take them."""
+    spec, generator = named_spec("te_per_tensor"), torch.Generator().manual_seed(0)
+    w13, w2 = (torch.randn(shape, generator=generator).bfloat16() for shape in ((1, 256, 128), (1, 128, 128)))
+    prepared = per_tensor_layer.prepare(ExpertWeights.quantize(w13, w2, spec), spec, compact=compact)
+    matrices = [prepared.w13.product, prepared.w2.product]
+    if not compact:
+        matrices += [prepared.products.transposed(w, name) for w, name in ((w13, "FC1"), (w2, "FC2"))]
+    tensors = [tensor for matrix in matrices for tensor in matrix.tensors()]
+    predicted = expert_bytes(_one_expert(128), PrecisionMap((spec,)), "triton_emulated", 1, compact=compact)
+    assert predicted.derived == sum(t.numel() * t.element_size() for t in tensors)
+
+
+def _one_expert(ffn: int) -> Architecture:
+    return Architecture(
+        layers=1, hidden=128, heads=1, kv_heads=1, head_dim=128, experts=1, experts_per_token=1, expert_ffn=ffn,
+        vocab=16, max_positions=16, rope_theta=1.0, norm_eps=1e-6, tied_embeddings=False, qk_norm=False,
+        renormalize_router=False,
+    )  # fmt: skip
 
 
 def test_a_sampler_of_two_ranks_holds_half_of_what_is_split(folder: Path):
