@@ -136,7 +136,6 @@ def _strict_problems(config: Config) -> Iterator[str]:
         return
     learner, algorithm = config.learner, config.algorithm
     rules = {
-        "learner.device": (learner.device, learner.device == "cpu", "cpu"),
         "learner.data_parallel": (learner.data_parallel, learner.data_parallel == 1, "1"),
         "learner.tensor_parallel": (learner.tensor_parallel, learner.tensor_parallel == 1, "1"),
         "learner.expert_parallel": (learner.expert_parallel, learner.expert_parallel == 1, "1"),

@@ -70,22 +70,23 @@ def scored(sampler: Sampler, rows: list[Row]) -> list[list[float]]:
     return sampler.score(sequences, [len(prompt) for prompt, _, _ in rows], TEMPERATURE)
 
 
-def main(folder: str) -> None:
+def main(folder: str, device: str) -> None:
     place, strict = Path(folder), PrecisionMap.resolve(LAYERS, named_spec("strict"))
+    config = replace(CONFIG, device=device)
     saved: dict[str, Any] = {}
     alive = []  # the end of one engine would take vLLM's process groups from the others
     for way, (changes, count) in WAYS.items():
-        sampler = Sampler(place / "qwen3_moe", strict, replace(CONFIG, **changes))
+        sampler = Sampler(place / "qwen3_moe", strict, replace(config, **changes))
         alive.append(sampler)
         scheduler = sampler._llm.llm_engine.engine_core.engine_core.scheduler
         with patch.object(scheduler, "_preempt_request", wraps=scheduler._preempt_request) as preempt:
             saved[way] = answer(sampler, count)
         saved["preemptions", way] = preempt.call_count
     saved["scored"] = scored(alive[0], saved["32 together"][:8])
-    sampler = Sampler(place / "mixtral", strict, replace(CONFIG, dtype="bfloat16"))
+    sampler = Sampler(place / "mixtral", strict, replace(config, dtype="bfloat16"))
     alive.append(sampler)
     saved["mixtral"] = answer(sampler, 4)
-    torch.save(saved, place / "saved.pt")
+    torch.save(saved, place / f"saved_{device}.pt")
 
 
 if __name__ == "__main__":
