@@ -6,8 +6,8 @@ r"""Does it matter for learning that the engines agree, and does it matter to co
              any key=value: of the configuration, for all runs
 
 Each of the engines' ways (practical: spec=minite; strict: spec=strict; stock: the sampler computes its experts in
-BF16 in vLLM's own way, so that the gap is large) runs with and without truncated importance sampling (TIS), once a seed,
-one run after another. A run that was cut short is gone on with; one that has finished is not repeated.
+BF16 in vLLM's own way, so that the gap is large) runs with and without truncated importance sampling (TIS), once a
+seed, one run after another. A run that was cut short is gone on with; one that has finished is not repeated.
 
 Prints a table, and writes it to FOLDER/ablation.md and the curves to FOLDER/ablation.png.
 """
