@@ -266,15 +266,23 @@ class Sampler:
     def compute_under(
         self, precision_map: PrecisionMap, masters: Callable[[int], tuple[torch.Tensor, torch.Tensor]]
     ) -> None:
-        """From here on the experts compute under another map. masters: layer -> its master weights, w13 and w2.
+        """From here on the experts, and under a strict map the rest of the model, compute under another map. masters:
+        layer -> its master weights, w13 and w2.
 
         For a diagnosis, which compares many specs: `weights` no longer names what the experts compute with. Raises
-        ValueError for an engine with CUDA graphs, which go on computing what they were captured with.
+        ValueError for an engine with CUDA graphs, which go on computing what they were captured with, and for a strict map
+        after one that is not, or the other way round.
         """
+        from sampler.strict.model import strict_parts
+
         if self.config.cuda_graph_sizes:
             raise ValueError(
                 "SamplerConfig.cuda_graph_sizes must be empty: another spec needs steps that are launched"
             )
+        if (precision_map.model is None) == self._strict:
+            raise ValueError("an engine stays strict, or not strict, as it was started")
+        for part in strict_parts(self._model):
+            part.under(precision_map.model)
         for layer, method in self._experts.items():
             spec = precision_map.spec_for(layer)
             if method.spec != spec and not method.hold_as_they_are(spec):

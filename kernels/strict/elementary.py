@@ -14,7 +14,7 @@ import torch
 _LN2_HIGH, _LN2_LOW = 0.693359375, math.log(2) - 0.693359375
 _SMALLEST = -87.0  # exp of less counts as 0: it would be close to FP32's least normal number
 # Elements that pass through all steps together: on a CPU in its cache, on a GPU in few launches.
-_AT_ONCE = {"cpu": 1 << 15, "cuda": 1 << 26}
+_AT_ONCE = {"cpu": 1 << 15, "cuda": 1 << 24}
 _EXP_DEGREE = 7  # the remainder of the Taylor series is below 2^-27 on [-ln 2 / 2, ln 2 / 2]
 _LOG_TERMS = 12  # of 2 (z + z^3 / 3 + ...), |z| <= 0.172: the remainder is below 2^-66
 

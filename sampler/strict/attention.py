@@ -41,6 +41,9 @@ class StrictAttention(AttentionImpl):
         self.num_heads, self.num_kv_heads = own.num_heads, own.num_kv_heads
         self.head_size, self.scale = own.head_size, own.scale
         self.kv_cache_dtype, self.sliding_window = own.kv_cache_dtype, own.sliding_window
+        self.under(model)
+
+    def under(self, model: ModelSpec) -> None:
         self.rule = model.attention
 
     def do_kv_cache_update(

@@ -24,6 +24,8 @@ from sampler.strict.parts import (
     StrictRouter,
 )
 
+Part = StrictLinearMethod | StrictRMSNorm | StrictRotary | StrictRouter | StrictLogits | StrictAttention
+
 
 def make_strict(model: nn.Module, spec: ModelSpec) -> None:
     """Replace every part of `model` outside its experts that computes.
@@ -62,11 +64,18 @@ def _stand_in(part: nn.Module, spec: ModelSpec) -> nn.Module | None:
     return None
 
 
+def strict_parts(model: nn.Module) -> Iterator[Part]:
+    """What `make_strict` put into `model`."""
+    for module in model.modules():
+        for part in (module, *(getattr(module, name, None) for name in ("quant_method", "impl", "router"))):
+            if isinstance(part, Part):
+                yield part
+
+
 def strict_weights(model: nn.Module) -> Iterator[Weight]:
     """What was made of the live weights, to be told when they change."""
-    for module in model.modules():
-        method = getattr(module, "quant_method", None)
-        if isinstance(method, StrictLinearMethod):
-            yield method.form
-        elif isinstance(module, StrictLogits):
-            yield module.output.weight
+    for part in strict_parts(model):
+        if isinstance(part, StrictLinearMethod):
+            yield part.form
+        elif isinstance(part, StrictLogits):
+            yield part.output.weight
