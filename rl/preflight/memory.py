@@ -2,7 +2,8 @@
 
 Each figure follows from what the code allocates: `learner.optimizer` (FP32 masters, moments and accumulated gradients),
 `learner.moe` (the quantised form beside the masters), `learner.logprobs` (chunks of FP32 logits),
-`sampler.quantization` and `rl.sync` (staged and kept copies), `kernels.strict` (weights in fixed point). What autograd saves: `rl.preflight.activations`.
+`sampler.quantization` and `rl.sync` (staged and kept copies), `kernels.strict` (weights in fixed point). What autograd
+saves: `rl.preflight.activations`.
 """
 
 from __future__ import annotations

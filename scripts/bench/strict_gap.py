@@ -35,8 +35,10 @@ from typing import Any
 
 import torch
 
+from kernels.catalogue import named_spec
 from rl.compose import load_config
 from rl.plan import Plan, make_plan
+from rl.quiet import silence_libraries
 
 WAYS = ("32", "32+chunks", "32-cache", "7", "7+chunks-cache", "1")
 CHUNK = 48
@@ -69,6 +71,7 @@ def main() -> None:
     parser.add_argument("--score", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path)
     options, overrides = parser.parse_known_args()
+    silence_libraries()
     if options.sample:
         sample(make_plan(load_config(overrides)), options)
     elif options.score:
@@ -91,16 +94,20 @@ def run_all(options: argparse.Namespace, overrides: list[str], root: Path) -> in
         runs[config.spec.name] = [sys.executable, *sys.argv, *own[len(overrides) :], f"--folder={folder}"]
     about = f"{config.sampler.device}, {config.sampler.dtype}, load average {os.getloadavg()[0]:.1f}"
     print(f"specs {', '.join(runs)}; {about}", flush=True)
-    ways = options.ways.split(",")
     todo = [
         [*run, f"--sample={way}"]
         for spec, run in runs.items()
-        for way in ways
+        for way in ways_of(spec, options)
         if not (root / spec / f"{way}.pt").exists()
     ]
     if any(_statuses(todo, options.at_once)):
         return 1
     return max(_statuses([[*run, "--score"] for run in runs.values()], options.at_once))
+
+
+def ways_of(spec: str, options: argparse.Namespace) -> list[str]:
+    """A spec that is not strict cannot cut prompts."""
+    return [way for way in options.ways.split(",") if "+chunks" not in way or named_spec(spec).strict]
 
 
 def _statuses(commands: Sequence[list[str]], at_once: bool) -> list[int]:
@@ -170,7 +177,7 @@ def score(plan: Plan, options: argparse.Namespace) -> int:
         for size, policy in policies.items()
     }
     lines, first, wrong = [TITLES], {}, False
-    for way in options.ways.split(","):
+    for way in ways_of(config.spec.name, options):
         saved = torch.load(options.folder / f"{way}.pt")
         rows: list[Row] = saved["rows"]
         equal = sum(first.setdefault(number, row[1:]) == row[1:] for number, row in enumerate(rows))

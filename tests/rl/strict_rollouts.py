@@ -15,6 +15,7 @@ from kernels.precision_map import PrecisionMap
 from sampler.config import SamplerConfig, SamplingConfig
 from sampler.engine import Sampler
 
+OTHER = {"model.rotary": "bf16"}
 LAYERS, VOCAB, TEMPERATURE = 2, 61, 0.8
 MAX_LEN, TOKENS, PROMPTS = 192, 128, 32
 ONE_TOKEN = LAYERS * 2 * 2 * 32 * 4  # bytes of its keys and values
@@ -83,6 +84,8 @@ def main(folder: str, device: str) -> None:
             saved[way] = answer(sampler, count)
         saved["preemptions", way] = preempt.call_count
     saved["scored"] = scored(alive[0], saved["32 together"][:8])
+    alive[0].compute_under(PrecisionMap.resolve(LAYERS, named_spec("strict", OTHER)), lambda layer: None)
+    saved["under another spec"] = scored(alive[0], saved["32 together"][:8])
     sampler = Sampler(place / "mixtral", strict, replace(config, dtype="bfloat16"))
     alive.append(sampler)
     saved["mixtral"] = answer(sampler, 4)

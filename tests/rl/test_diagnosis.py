@@ -205,6 +205,11 @@ WRONG = {
     "a negative bound": (["+recipe=tiny", "gate.k3=-1"], "gate.k3=-1.0"),
     "a learner of two processes": (["+recipe=tiny", "learner.data_parallel=2"], "learner: 2 processes"),
     "a stock engine": (["+recipe=tiny", "sampler.stock=true"], "sampler.stock"),
+    "a strict spec beside others": (["+recipe=tiny", "conditions=[strict]"], "sampled_under=bf16 is not"),
+    "a strict spec in transformers": (
+        ["+recipe=tiny", "conditions=[strict]", "sampled_under=strict", "engines=[hf,vllm]"],
+        "hf does not compute under a strict spec",
+    ),
     "no sequences": (["+recipe=tiny", "sequences=/nowhere"], "sequences='/nowhere'"),
     "no checkpoint": (["+recipe=tiny", "checkpoint=/nowhere"], "checkpoint='/nowhere'"),
     "an unknown dense model": (["+recipe=tiny", "model=folder", "model.path={unknown}"], "gpt2"),

@@ -21,7 +21,7 @@ from learner.initialize import initialize
 from learner.packing import Packing
 from learner.policy import Policy
 from tests.rl import strict_rollouts
-from tests.rl.strict_rollouts import LAYERS, PROMPTS, TEMPERATURE, TOKENS, VOCAB, WAYS, Row
+from tests.rl.strict_rollouts import LAYERS, OTHER, PROMPTS, TEMPERATURE, TOKENS, VOCAB, WAYS, Row
 
 _COMMON: dict[str, Any] = {
     "hidden_size": 64,
@@ -141,6 +141,19 @@ def test_a_field_of_one_side_opens_the_gap(field: str, place: Path, saved: Saved
     assert gap(learner(place, spec=changed, device=device), saved["32 together"][:16]).max() > 0
     table = PrecisionMap.resolve(LAYERS, strict).diff(PrecisionMap.resolve(LAYERS, changed))
     assert [line.split()[0] for line in table.splitlines()[2:]] == [field]
+
+
+def test_engines_that_run_can_be_put_under_another_field(place: Path, saved: Saved, device: str) -> None:
+    responses = saved["32 together"][:8]
+    rows = [(*row[:2], logp) for row, logp in zip(responses, saved["under another spec"], strict=True)]
+    policy = learner(place, device=device)
+    assert gap(policy, rows).max() > 0
+    policy.model.compute_under(PrecisionMap.resolve(LAYERS, named_spec("strict", OTHER)))
+    assert gap(policy, rows).max() == 0.0
+    policy.model.compute_under(PrecisionMap.resolve(LAYERS, named_spec("strict")))
+    assert gap(policy, responses).max() == 0.0
+    with pytest.raises(ValueError, match="stays strict"):
+        policy.model.compute_under(PrecisionMap.resolve(LAYERS, named_spec("minite")))
 
 
 def test_the_first_mini_batch_is_exactly_on_policy(place: Path, saved: Saved, device: str) -> None:
