@@ -100,9 +100,9 @@ def run_all(options: argparse.Namespace, overrides: list[str], root: Path) -> in
         for way in ways_of(spec, options)
         if not (root / spec / f"{way}.pt").exists()
     ]
-    if any(_statuses(todo, options.at_once)):
-        return 1
-    return max(_statuses([[*run, "--score"] for run in runs.values()], options.at_once))
+    statuses = _statuses(todo, options.at_once)
+    statuses += _statuses([[*run, "--score"] for run in runs.values()], options.at_once)
+    return max(statuses)
 
 
 def ways_of(spec: str, options: argparse.Namespace) -> list[str]:
@@ -144,10 +144,9 @@ def sample(plan: Plan, options: argparse.Namespace) -> None:
     seeds = [[number * options.samples + k for k in range(options.samples)] for number in range(count)]
     sampling = replace(config.algorithm.sampling, stop_token_ids=())
     device = config.sampler.device
+    warm = 1 if device == "cpu" else count  # what is made or compiled when it is first used
+    sampler.generate(prompts[:warm], seeds[:warm], replace(sampling, max_tokens=2))
     with turn(options):
-        # What is made or compiled when it is first used.
-        warm = 1 if device == "cpu" else count
-        sampler.generate(prompts[:warm], seeds[:warm], replace(sampling, max_tokens=2))
         started = clock(device)
         responses = sampler.generate(prompts, seeds, sampling)
         seconds = clock(device) - started
@@ -176,10 +175,15 @@ def score(plan: Plan, options: argparse.Namespace) -> int:
         size: Scorer(policy, size, temperature, config.learner.device, options)
         for size, policy in policies.items()
     }
-    lines, first, wrong = [TITLES], {}, False
+    lines, first, wrong, most = [TITLES], {}, False, []
     for way in ways_of(config.spec.name, options):
+        if not (options.folder / f"{way}.pt").exists():
+            print(f"{config.spec.name} {way}: there are no responses", flush=True)
+            wrong = True
+            continue
         saved = torch.load(options.folder / f"{way}.pt")
         rows: list[Row] = saved["rows"]
+        most = max(most, rows, key=len)
         equal = sum(first.setdefault(number, row[1:]) == row[1:] for number, row in enumerate(rows))
         sampled = torch.tensor([value for _, _, logp in rows for value in logp])
         for size, scorer in scorers.items():
@@ -194,8 +198,8 @@ def score(plan: Plan, options: argparse.Namespace) -> int:
         print(
             " ".join(f"{cell:>{width}}" for cell, width in zip(line, (16, 11, 7, *[9] * 5, 19), strict=True))
         )
-    if options.update:
-        print(update(plan, policies[max(sizes)], scorers[max(sizes)], rows, options))
+    if options.update and most:
+        print(update(plan, policies[max(sizes)], scorers[max(sizes)], most, options))
     sys.stdout.flush()
     return int(wrong)
 
@@ -218,9 +222,9 @@ class Scorer:
         speed = ""
         if unknown:
             tokens, lengths, mask, _ = padded(list(unknown.values()))
+            if self._device != "cpu":  # what is compiled when it is first used
+                self._policy.score(tokens[:8], lengths[:8], mask[:8], self._temperature)
             with turn(self._options):
-                if self._device != "cpu":  # what is compiled when it is first used
-                    self._policy.score(tokens[:8], lengths[:8], mask[:8], self._temperature)
                 started = clock(self._device)
                 logp = self._policy.score(tokens, lengths, mask, self._temperature).logp.cpu()
                 speed = f"{int(lengths.sum()) / (clock(self._device) - started):.1f}"
