@@ -239,9 +239,16 @@ class Sampler:
         if not self.config.cuda_graph_sizes:  # which have its addresses
             for method in self._experts.values():
                 method.forget_derived()
+        self._forget_strict_forms()
         if self._frees:
             self._llm.sleep(level=1 if keep else 2)
             torch.cuda.empty_cache()
+
+    def _forget_strict_forms(self) -> None:
+        from sampler.strict.model import strict_weights
+
+        for weight in strict_weights(self._model):
+            weight.changed()
 
     def wake_weights(self) -> None:
         """Their memory is there again, at the same addresses; what it holds, after `sleep(keep=False)`, is not said."""
