@@ -277,8 +277,8 @@ class Sampler:
         layer -> its master weights, w13 and w2.
 
         For a diagnosis, which compares many specs: `weights` no longer names what the experts compute with. Raises
-        ValueError for an engine with CUDA graphs, which go on computing what they were captured with, and for a strict map
-        after one that is not, or the other way round.
+        ValueError for an engine with CUDA graphs, which go on computing what they were captured with, and for a strict
+        map after one that is not, or the other way round.
         """
         from sampler.strict.model import strict_parts
 

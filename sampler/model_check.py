@@ -66,8 +66,8 @@ def check_model(model_dir: Path, precision_map: PrecisionMap | None, config: Sam
         )
     if config.cuda_graph_sizes and precision_map is not None and precision_map.model is not None:
         raise ValueError(
-            f"SamplerConfig.cuda_graph_sizes={config.cuda_graph_sizes} must be empty under a strict spec, whose attention"
-            " asks in every step which sequences there are"
+            f"SamplerConfig.cuda_graph_sizes={config.cuda_graph_sizes} must be empty under a strict spec, whose"
+            " attention asks in every step which sequences there are"
         )
     if config.device == "cpu" and _head_dim(model) not in HEAD_DIMS:
         raise ValueError(
