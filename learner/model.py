@@ -32,7 +32,7 @@ from learner.modules import CausalAttention, RecomputedLayer, Rotary, Router
 from learner.moe import Experts, SpecifiedMoELayer
 from learner.packing import Packing
 from learner.replay import RouteReplay, replayed
-from learner.strict import StrictRouter, make_attention_strict, strict_norm
+from learner.strict import Part, StrictRouter, make_attention_strict, strict_norm
 
 
 class Trunk(GPTModel):
@@ -102,6 +102,20 @@ class Trunk(GPTModel):
             return hidden
         return self._all_tokens(hidden.squeeze(1))[: len(tokens)]
 
+    def compute_under(self, precision_map: PrecisionMap) -> None:
+        """From here on everything computes under another map, with the same weights: for a diagnosis. Raises ValueError
+        for a strict map after one that is not, and the other way round.
+        """
+        if (precision_map.model is None) != (self.strict is None):
+            raise ValueError("a model stays strict, or not strict, as it was made")
+        for layer, experts in zip(self.own_layers, self.experts(), strict=True):
+            if experts.execution_spec != precision_map.spec_for(layer):
+                experts.compute_under(precision_map.spec_for(layer))
+        self.strict = precision_map.model
+        for module in self.modules():
+            if isinstance(module, Part) and self.strict is not None:
+                module.under(self.strict)
+
     def experts(self) -> list[Experts]:
         """The experts of each layer that this process holds."""
         return [layer.mlp.experts for layer in self.decoder.layers]
@@ -144,6 +158,11 @@ class PolicyModel(Trunk):
     def strict_output(self) -> OutputLayer | None:
         """How a strict spec computes the output layer; None: as the engine does."""
         return None if self.strict is None else OutputLayer(self.strict)
+
+    def compute_under(self, precision_map: PrecisionMap) -> None:
+        super().compute_under(precision_map)
+        if self.strict_output is not None and self.strict is not None:
+            self.strict_output.model = self.strict
 
     @property
     def output_weight(self) -> torch.Tensor:

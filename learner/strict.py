@@ -1,4 +1,7 @@
-"""Megatron's parts under a strict spec: the operators of `kernels.strict`, with the usual gradients."""
+"""Megatron's parts under a strict spec: the operators of `kernels.strict`, with the usual gradients.
+
+`under` puts each under another model spec than it was made with.
+"""
 
 from __future__ import annotations
 
@@ -46,6 +49,9 @@ def make_attention_strict(layer: ModuleSpec, architecture: Architecture, model: 
 class StrictRMSNorm(RMSNorm):
     def __init__(self, *args: Any, model: ModelSpec, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.under(model)
+
+    def under(self, model: ModelSpec) -> None:
         self.rule = model.norm
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -57,7 +63,11 @@ class StrictColumnLinear(ColumnParallelLinear):
 
     def __init__(self, *args: Any, model: ModelSpec, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.rule, self.form = model.linear, Weight()
+        self.form = Weight()
+        self.under(model)
+
+    def under(self, model: ModelSpec) -> None:
+        self.rule = model.linear
 
     def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         return linear(input, weight, self.form, self.rule)
@@ -68,7 +78,11 @@ class StrictRowLinear(RowParallelLinear):
 
     def __init__(self, *args: Any, model: ModelSpec, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.rule, self.form = model.linear, Weight()
+        self.form = Weight()
+        self.under(model)
+
+    def under(self, model: ModelSpec) -> None:
+        self.rule = model.linear
 
     def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         return linear(input, weight, self.form, self.rule)
@@ -88,9 +102,13 @@ class StrictAttention(MegatronModule):
     ) -> None:
         super().__init__(config=config)
         width = config.kv_channels
-        self.rule = model.attention
         self.scale = width**-0.5 if softmax_scale is None else softmax_scale
         self.rotary = RotaryTable(width, rope_theta, model.rotary)
+        self.under(model)
+
+    def under(self, model: ModelSpec) -> None:
+        self.rule = model.attention
+        self.rotary.round_to(model.rotary)
 
     def forward(
         self,
@@ -116,7 +134,11 @@ class StrictRouter(Router):
 
     def __init__(self, *args: Any, model: ModelSpec, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.model, self.form = model, Weight()
+        self.form = Weight()
+        self.under(model)
+
+    def under(self, model: ModelSpec) -> None:
+        self.model = model
 
     def gating(self, input: torch.Tensor) -> torch.Tensor:
         """[..., H] -> float32 [..., E]."""
@@ -130,3 +152,6 @@ class StrictRouter(Router):
         self.router_replay.own = ids
         chosen = torch.zeros_like(logits, dtype=torch.bool).scatter(1, ids, True)
         return torch.zeros_like(logits).scatter(1, ids, coefficients), chosen
+
+
+Part = StrictRMSNorm | StrictColumnLinear | StrictRowLinear | StrictAttention | StrictRouter

@@ -75,10 +75,9 @@ class Trainable:
         check_precision_map(precision_map, self.architecture)
         layout = Layout.of(config)
         problems = list(layout.problems(self.architecture))
-        if precision_map.model is not None and (layout.ranks > 1 or config.device != "cpu"):
+        if precision_map.model is not None and layout.tensor > 1:
             problems.append(
-                "a strict spec is computed by one process on CPUs, not by"
-                f" {layout.ranks} on LearnerConfig.device={config.device!r}"
+                f"a strict spec adds up whole rows: tensor_parallel={layout.tensor}, which cuts them, must be 1"
             )
         if problems:
             raise ValueError("; ".join(problems))

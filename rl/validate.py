@@ -137,11 +137,7 @@ def _strict_problems(config: Config) -> Iterator[str]:
         return
     learner, algorithm = config.learner, config.algorithm
     rules = {
-        "learner.device": (learner.device, learner.device == "cpu", "cpu"),
-        "learner.data_parallel": (learner.data_parallel, learner.data_parallel == 1, "1"),
         "learner.tensor_parallel": (learner.tensor_parallel, learner.tensor_parallel == 1, "1"),
-        "learner.expert_parallel": (learner.expert_parallel, learner.expert_parallel == 1, "1"),
-        "learner.pipeline_parallel": (learner.pipeline_parallel, learner.pipeline_parallel == 1, "1"),
         "algorithm.sampling.top_p": (algorithm.sampling.top_p, algorithm.sampling.top_p == 1, "1"),
         "algorithm.routing_replay": (algorithm.routing_replay, algorithm.routing_replay == "off", "off"),
     }

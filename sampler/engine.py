@@ -35,6 +35,8 @@ _ON_A_GPU = {
     "gpu_memory_utilization": 0.01,
     "enable_flashinfer_autotune": False,  # minutes at the start, for kernels that are not used here
 }
+# Whose cache and metadata `sampler.strict.attention` uses there: the one back end that takes FP32, too.
+_STRICT_ON_A_GPU = {"attention_config": {"backend": "TRITON_ATTN"}}
 
 
 @dataclass(frozen=True)
@@ -88,8 +90,6 @@ class Sampler:
             from vllm import LLM
             from vllm.platforms import current_platform
 
-            if self._strict and not current_platform.is_cpu():
-                raise ValueError(f"a strict spec is computed on CPUs, not on {current_platform.device_type}")
             if current_platform.device_type != config.device:
                 found = current_platform.device_type or "no device that it finds here"
                 raise ValueError(
@@ -112,6 +112,7 @@ class Sampler:
                 seed=config.seed,
                 **graph_settings(config.cuda_graph_sizes),
                 **(_ON_A_GPU if config.device == "cuda" else {}),
+                **(_STRICT_ON_A_GPU if config.device == "cuda" and self._strict else {}),
                 **_expert_settings(config, precision_map),
             )
         [self._model] = self._llm.apply_model(lambda model: model)
@@ -238,9 +239,16 @@ class Sampler:
         if not self.config.cuda_graph_sizes:  # which have its addresses
             for method in self._experts.values():
                 method.forget_derived()
+        self._forget_strict_forms()
         if self._frees:
             self._llm.sleep(level=1 if keep else 2)
             torch.cuda.empty_cache()
+
+    def _forget_strict_forms(self) -> None:
+        from sampler.strict.model import strict_weights
+
+        for weight in strict_weights(self._model):
+            weight.changed()
 
     def wake_weights(self) -> None:
         """Their memory is there again, at the same addresses; what it holds, after `sleep(keep=False)`, is not said."""
@@ -265,15 +273,23 @@ class Sampler:
     def compute_under(
         self, precision_map: PrecisionMap, masters: Callable[[int], tuple[torch.Tensor, torch.Tensor]]
     ) -> None:
-        """From here on the experts compute under another map. masters: layer -> its master weights, w13 and w2.
+        """From here on the experts, and under a strict map the rest of the model, compute under another map. masters:
+        layer -> its master weights, w13 and w2.
 
         For a diagnosis, which compares many specs: `weights` no longer names what the experts compute with. Raises
-        ValueError for an engine with CUDA graphs, which go on computing what they were captured with.
+        ValueError for an engine with CUDA graphs, which go on computing what they were captured with, and for a strict
+        map after one that is not, or the other way round.
         """
+        from sampler.strict.model import strict_parts
+
         if self.config.cuda_graph_sizes:
             raise ValueError(
                 "SamplerConfig.cuda_graph_sizes must be empty: another spec needs steps that are launched"
             )
+        if (precision_map.model is None) == self._strict:
+            raise ValueError("an engine stays strict, or not strict, as it was started")
+        for part in strict_parts(self._model):
+            part.under(precision_map.model)
         for layer, method in self._experts.items():
             spec = precision_map.spec_for(layer)
             if method.spec != spec and not method.hold_as_they_are(spec):

@@ -22,7 +22,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
 from sampler.quantization import expert_methods
-from sampler.strict.model import make_strict
+from sampler.strict.model import is_router, make_strict
 
 LOAD_FORMAT = "minite"
 
@@ -47,9 +47,9 @@ class LiveWeightsLoader(DefaultModelLoader):
 def keep_weights_live(model: nn.Module) -> None:
     """Before vLLM repacks anything: give every layer outside the experts a method that does not."""
     for name, module in model.named_modules():
-        if isinstance(module, ReplicatedLinear) and name.endswith(".gate"):
-            # vLLM 0.26 routes by a plain layer, later ones by one that on GPUs passes its method by: for products
-            # that take BF16 weights, with sums of their own.
+        if is_router(name, module):
+            # Later versions' layer passes its method by on GPUs: for products that take BF16 weights, with sums of
+            # their own.
             module.forward = MethodType(ReplicatedLinear.forward, module)
             module.quant_method = RouterMethod()
         elif isinstance(module, LinearBase):

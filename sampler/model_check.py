@@ -64,6 +64,11 @@ def check_model(model_dir: Path, precision_map: PrecisionMap | None, config: Sam
             "SamplerConfig.chunked_prefill=True needs a strict spec: on CPUs, vLLM cannot cut the prompt of a"
             " request with a seed of its own"
         )
+    if config.cuda_graph_sizes and precision_map is not None and precision_map.model is not None:
+        raise ValueError(
+            f"SamplerConfig.cuda_graph_sizes={config.cuda_graph_sizes} must be empty under a strict spec, whose"
+            " attention asks in every step which sequences there are"
+        )
     if config.device == "cpu" and _head_dim(model) not in HEAD_DIMS:
         raise ValueError(
             f"{model_dir} has attention heads of {_head_dim(model)} elements, vLLM's CPU attention takes"

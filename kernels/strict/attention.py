@@ -26,7 +26,7 @@ from kernels.strict.fixed_point import (
 )
 from kernels.strict.gradient import with_gradient_of
 
-_SCORES = 1 << 22  # scores that are held at once, about
+_SCORES = {"cpu": 1 << 22, "cuda": 1 << 26}  # scores that are held at once, about
 
 
 def attention(
@@ -54,7 +54,8 @@ def attention(
         return mixed.transpose(1, 2)
 
     def strict(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        rows = max(1, _SCORES // (query.shape[0] * query.shape[2] * key.shape[1]))
+        most = _SCORES[query.device.type]
+        rows = max(1, most // (query.shape[0] * query.shape[2] * key.shape[1]))
         parts = zip(query.split(rows, dim=1), hidden.split(rows, dim=1), strict=True)
         return torch.cat([_attend(part, key, value, own, scale) for part, own in parts], dim=1)
 

@@ -17,14 +17,19 @@ class RotaryTable:
     """
 
     def __init__(self, head_dim: int, theta: float, kind: TableType) -> None:
-        self._key = head_dim, theta, kind
-        self._table = torch.empty(0)
+        self._head_dim, self._theta = head_dim, theta
+        self.round_to(kind)
+
+    def round_to(self, kind: TableType) -> None:
+        """Whatever it was before."""
+        self._kind, self._table = kind, torch.empty(0)
 
     def rotate(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """[T, heads, D] at int64 [T] -> the same in x.dtype; products and sums in FP32, cast once."""
         needed = int(positions.max()) + 1 if positions.numel() else 1
         if needed > len(self._table) or self._table.device != x.device:
-            self._table = _table(1 << (needed - 1).bit_length(), *self._key).to(x.device)
+            length = 1 << (needed - 1).bit_length()
+            self._table = _table(length, self._head_dim, self._theta, self._kind).to(x.device)
         cosines, sines = self._table[positions][:, None].chunk(2, dim=-1)
         first, second = x.float().chunk(2, dim=-1)
         rotated = (first * cosines - second * sines, second * cosines + first * sines)

@@ -34,9 +34,7 @@ class MegatronEngine(Engine):
         self._lengths = torch.empty(0, dtype=torch.int64)
 
     def use(self, precision_map: PrecisionMap) -> None:
-        for layer, experts in enumerate(self.policy.model.experts()):
-            if experts.execution_spec != precision_map.spec_for(layer):
-                experts.compute_under(precision_map.spec_for(layer))
+        self.policy.model.compute_under(precision_map)
         self.policy.precision_map = precision_map
 
     def report(self) -> EngineReport:

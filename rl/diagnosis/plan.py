@@ -141,6 +141,7 @@ def make_plan(config: DiagnoseConfig) -> Plan:
     conditions = {label: _maps(config, label, architecture.layers) for label in config.conditions}
     changes = _add_changes(config, conditions, architecture.layers)
     attributed = _attributed(config)
+    _check_strict(config, conditions, attributed)
     for maps in conditions.values():
         for precision_map in maps or ():
             _check(model, precision_map, config)
@@ -247,6 +248,31 @@ def _attributed(config: DiagnoseConfig) -> tuple[ExecutionSpec, ExecutionSpec] |
             " attribution.sampler=te_per_tensor, or set fields of spec.sampler"
         )
     return sides[0], sides[1]
+
+
+def _check_strict(
+    config: DiagnoseConfig,
+    conditions: dict[str, Maps],
+    attributed: tuple[ExecutionSpec, ExecutionSpec] | None,
+) -> None:
+    """Engines that are strict cannot be anything else, and the other way round."""
+    strict = {f"sampled_under={config.sampled_under}": named_spec(config.sampled_under).strict}
+    strict |= {
+        f"condition {label}": each.model is not None
+        for label, maps in conditions.items()
+        for each in maps or ()
+    }
+    strict |= {f"study=attribution of {spec.name}": spec.strict for spec in attributed or ()}
+    if not any(strict.values()):
+        return
+    if not all(strict.values()):
+        named = {wanted: next(key for key in strict if strict[key] is wanted) for wanted in (True, False)}
+        raise ConfigError(
+            f"{named[True]} is strict and {named[False]} is not: a diagnosis of strict specs is one of its own"
+            " (sampled_under=strict too)"
+        )
+    if "hf" in config.engines:
+        raise ConfigError(f"engines={list(config.engines)}: hf does not compute under a strict spec")
 
 
 def _check(model: Path, precision_map: PrecisionMap | None, config: DiagnoseConfig) -> None:

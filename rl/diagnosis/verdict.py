@@ -16,6 +16,10 @@ def summary_of(results: Sequence[LayerResult]) -> str:
             f"On the same input the expert layers examined ({len(results)}) are equal bit for bit in both engines:"
             " whatever gap there is comes from outside them, through their inputs."
         )
+        outside = [f for f in results[0].diff if f.field.startswith("model.")]
+        if outside:
+            named = "; ".join(f"{f.field}: {f.left} against {f.right}" for f in outside)
+            text += f" The specs differ in how the rest of the model is computed: {named}."
         if any(result.shared_scale for result in results):
             text += (
                 " But the tokens of a batch share a scale (activation.outer_domain=tensor), and the engines cut"

@@ -2,7 +2,8 @@
 
 Each figure follows from what the code allocates: `learner.optimizer` (FP32 masters, moments and accumulated gradients),
 `learner.moe` (the quantised form beside the masters), `learner.logprobs` (chunks of FP32 logits),
-`sampler.quantization` and `rl.sync` (staged and kept copies). What autograd saves: `rl.preflight.activations`.
+`sampler.quantization` and `rl.sync` (staged and kept copies), `kernels.strict` (weights in fixed point). What autograd
+saves: `rl.preflight.activations`.
 """
 
 from __future__ import annotations
@@ -28,6 +29,9 @@ CONTEXT = 2**30  # of a GPU process: CUDA context, loaded kernels, workspaces of
 _LOGITS_AT_ONCE = (
     5  # logits, scaled logits, their log-softmax, and in backward its gradient and that of the logits
 )
+_STRICT_LOGITS_AT_ONCE = 7  # the sum in FP64 before and after each of its two scales, and rounded
+
+_FIXED_POINT = "weights in fixed point"
 
 Parts = dict[str, int]
 
@@ -164,6 +168,9 @@ def _stage_memory(
     standing = {"weights": size * held.total, **optimizer_bytes(held, config, layout)}
     standing["quantised experts"] = experts.stored
     standing["experts decoded or laid out"] = experts.derived
+    if specs.model is not None:
+        last = stage == layout.pipeline - 1
+        standing[_FIXED_POINT] = fixed_point_bytes(model, len(own.layers), output=last)
     if keeps_copy:
         standing["copy of what was sent"] = experts.stored + size * held.outside
     working = {
@@ -178,7 +185,7 @@ def _stage_memory(
         * model.expert_ffn,
     }
     if stage == layout.pipeline - 1:
-        working["logits"] = logits_bytes(model, config, layout)
+        working["logits"] = logits_bytes(model, config, layout, strict=specs.model is not None)
     if config.device.startswith("cuda"):
         standing["GPU context"] = CONTEXT
     return Memory(standing, working)
@@ -194,12 +201,20 @@ def optimizer_bytes(held: Held, config: LearnerConfig, layout: Layout) -> Parts:
     return {"FP32 masters": 4 * masters, "AdamW's moments": 8 * own}
 
 
-def logits_bytes(model: Architecture, config: LearnerConfig, layout: Layout) -> int:
+def fixed_point_bytes(model: Architecture, layers: int, *, output: bool) -> int:
+    """What strict products take in place of the weights of projections, routers and the output layer."""
+    found = count(model)
+    weights = layers * (found.layer.attention + found.layer.router)
+    return 8 * (weights + (found.output or found.embedding) * output)
+
+
+def logits_bytes(model: Architecture, config: LearnerConfig, layout: Layout, *, strict: bool = False) -> int:
     """Of one chunk of FP32 logits with what is made of it, and of the output layer in FP32 with its gradient."""
     vocab = model.vocab // layout.tensor
     rows = min(config.logits_bytes // (4 * vocab) or 1, config.micro_batch_tokens)
     widened = vocab * model.hidden * (8 if config.dtype != "float32" else 4)
-    return _LOGITS_AT_ONCE * 4 * rows * vocab + widened
+    at_once = max(_LOGITS_AT_ONCE, _STRICT_LOGITS_AT_ONCE if strict else 0)
+    return at_once * 4 * rows * vocab + widened
 
 
 def _own_layers(specs: PrecisionMap, layout: Layout, stage: int) -> PrecisionMap:
@@ -236,6 +251,8 @@ def sampler_memory(
         "experts decoded or laid out": experts.derived,
         "keys and values": int(config.kv_cache_gib * 2**30),
     }
+    if specs.model is not None:
+        standing[_FIXED_POINT] = fixed_point_bytes(model, model.layers, output=True)
     working = {
         "staged in a weight sync": outside + travelling,
         "activations": activations.forward_bytes(model, config),

@@ -16,7 +16,7 @@ from rl.preflight.memory import Memory, learner_memory, sampler_memory
 from rl.preflight.model import planned_architecture
 from rl.preflight.parameters import Parameters, count
 from rl.preflight.traffic import Limits, SyncBytes, limits, sync_bytes
-from rl.validate import model_problems, resolve_maps
+from rl.validate import model_problems, resolve_maps, resolve_specs
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ def preflight(config: Config) -> Preflight:
 
 def _backend(config: Config) -> str:
     """What computes NVFP4 experts on the machine that is planned for."""
-    if not config.cluster.gpus:
+    if not config.cluster.gpus or any(spec.strict for spec in resolve_specs(config.spec)):
         return "reference"
     return DEVICES[config.cluster.gpu].expert_backend if config.cluster.gpu else "triton_emulated"
 

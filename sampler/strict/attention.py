@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,20 +12,38 @@ from vllm.v1.attention.backend import AttentionImpl
 from kernels.model_spec import ModelSpec
 from kernels.strict.attention import attention
 
-_ELEMENTS = 1 << 23  # of keys that are gathered at once, about
+_ELEMENTS = {"cpu": 1 << 23, "cuda": 1 << 25}  # of keys that are gathered at once, about
+_PLAN = "minite_plan"  # what all layers of a step share, beside vLLM's metadata of that step
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """Sequences with equally many tokens in this step, which are computed together.
+
+    rows: int64 [B, Q], their tokens' places in the step; first: int64 [B], the position of the first of those; blocks:
+    int64 [B, N], where the cache has each sequence, as far as the longest of them needs.
+    """
+
+    rows: torch.Tensor
+    first: torch.Tensor
+    blocks: torch.Tensor
 
 
 class StrictAttention(AttentionImpl):
-    """In the place of the implementation of vLLM's CPU back end, whose cache and metadata it uses.
+    """In the place of the implementation of a vLLM back end, whose cache and metadata it uses: that for CPUs, and on
+    CUDA the one that `sampler.engine` asks for.
 
     The cache [blocks, groups, tokens of a block, 2 * D] belongs to the implementation: here each token has its key and
-    then its value. Sequences whose tokens of this step are equally many (all that decode) are computed together.
+    then its value. All that decode are computed together.
     """
 
     def __init__(self, own: AttentionImpl, model: ModelSpec) -> None:
         self.num_heads, self.num_kv_heads = own.num_heads, own.num_kv_heads
         self.head_size, self.scale = own.head_size, own.scale
         self.kv_cache_dtype, self.sliding_window = own.kv_cache_dtype, own.sliding_window
+        self.under(model)
+
+    def under(self, model: ModelSpec) -> None:
         self.rule = model.attention
 
     def do_kv_cache_update(
@@ -36,6 +55,7 @@ class StrictAttention(AttentionImpl):
         slot_mapping: torch.Tensor,
     ) -> None:
         """key, value [T, groups, D] into the slots int [T]; those below 0 are padding."""
+        assert kv_cache.shape[1::2] == (self.num_kv_heads, 2 * self.head_size), kv_cache.shape
         rows = (slot_mapping >= 0).nonzero().squeeze(1)
         slots = slot_mapping[rows].long()
         size = kv_cache.shape[2]
@@ -56,34 +76,41 @@ class StrictAttention(AttentionImpl):
         """query, output [T, heads, D]; keys and values of these tokens are in the cache already."""
         if attn_metadata is None:  # a trial run, for memory
             return output
-        starts, lengths = attn_metadata.query_start_loc.tolist(), attn_metadata.seq_lens.tolist()
+        for part in self._plan(attn_metadata, kv_cache):
+            gathered = kv_cache[part.blocks].transpose(2, 3).flatten(1, 2)  # [B, N * size, groups, 2 D]
+            keys, values = gathered.chunk(2, dim=-1)
+            output[part.rows] = attention(query[part.rows], keys, values, part.first, self.scale, self.rule)
+        return output
+
+    def _plan(self, metadata: Any, kv_cache: torch.Tensor) -> list[Part]:
+        """Made by the first layer of a step, which alone has to wait for a GPU."""
+        plan: list[Part] | None = getattr(metadata, _PLAN, None)
+        if plan is None:
+            plan = self._parts(metadata, kv_cache.shape[2], kv_cache.device)
+            setattr(metadata, _PLAN, plan)
+        return plan
+
+    def _parts(self, metadata: Any, size: int, device: torch.device) -> list[Part]:
+        """size: tokens of a block."""
+        starts, lengths = metadata.query_start_loc.tolist(), metadata.seq_lens.tolist()
+        table = metadata.block_table
         by_count: defaultdict[int, list[int]] = defaultdict(list)
         for request, length in enumerate(lengths):
             if count := starts[request + 1] - starts[request]:
                 by_count[count].append(request)
                 assert length >= count
+        parts = []
         for count, requests in by_count.items():
             longest = max(lengths[request] for request in requests)
-            at_once = max(1, _ELEMENTS // (longest * self.num_kv_heads * self.head_size))
+            at_once = max(1, _ELEMENTS[device.type] // (longest * self.num_kv_heads * self.head_size))
             for begin in range(0, len(requests), at_once):
                 some = requests[begin : begin + at_once]
                 rows = torch.tensor([starts[r] for r in some])[:, None] + torch.arange(count)
                 total = torch.tensor([lengths[r] for r in some])
-                keys, values = self._cached(kv_cache, attn_metadata.block_table[some], total)
-                own = query[rows.to(query.device)]
-                first = (total - count).to(query.device)
-                output[rows.to(query.device)] = attention(own, keys, values, first, self.scale, self.rule)
-        return output
-
-    def _cached(
-        self, kv_cache: torch.Tensor, table: torch.Tensor, lengths: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        """Keys and values [B, L, groups, D] of sequences with block tables int [B, blocks], L as the longest needs."""
-        size = kv_cache.shape[2]
-        used = -(-lengths // size)
-        table = table[:, : int(used.max())]
-        within = torch.arange(table.shape[1]) < used[:, None]
-        # What the table says behind a sequence's last block means nothing.
-        blocks = torch.where(within.to(table.device), table, 0).long()
-        gathered = kv_cache[blocks].transpose(2, 3).flatten(1, 2)  # [B, blocks * size, groups, 2 D]
-        return gathered.chunk(2, dim=-1)
+                used = -(-total // size)
+                within = torch.arange(int(used.max())) < used[:, None]
+                # What the table says behind a sequence's last block means nothing.
+                own = table[torch.tensor(some, device=table.device), : within.shape[1]]
+                blocks = torch.where(within.to(own.device), own, 0).long()
+                parts.append(Part(rows.to(device), (total - count).to(device), blocks.to(device)))
+        return parts

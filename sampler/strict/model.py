@@ -7,10 +7,9 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 from vllm.model_executor.layers.attention import Attention
-from vllm.model_executor.layers.fused_moe import GateLinear
 from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
 from vllm.model_executor.layers.layernorm import RMSNorm
-from vllm.model_executor.layers.linear import LinearBase
+from vllm.model_executor.layers.linear import LinearBase, ReplicatedLinear
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
 
@@ -25,17 +24,19 @@ from sampler.strict.parts import (
     StrictRouter,
 )
 
+Part = StrictLinearMethod | StrictRMSNorm | StrictRotary | StrictRouter | StrictLogits | StrictAttention
+
 
 def make_strict(model: nn.Module, spec: ModelSpec) -> None:
     """Replace every part of `model` outside its experts that computes.
 
     Raises ValueError for a part that no strict operator stands for.
     """
-    for parent in list(model.modules()):
+    for path, parent in list(model.named_modules()):
         for name, part in list(parent.named_children()):
             if (stand_in := _stand_in(part, spec)) is not None:
                 setattr(parent, name, stand_in)
-        if isinstance(parent, GateLinear):
+        if is_router(path, parent):
             parent.quant_method = StrictLinearMethod(spec, torch.float32)
         elif isinstance(parent, LinearBase):
             parent.quant_method = StrictLinearMethod(spec)
@@ -44,6 +45,11 @@ def make_strict(model: nn.Module, spec: ModelSpec) -> None:
         router = getattr(parent, "router", None)
         if isinstance(router, BaseRouter):
             parent.router = StrictRouter(router, router.renormalize, spec)
+
+
+def is_router(path: str, module: nn.Module) -> bool:
+    """Whether `module`, at `path` in a model, computes router logits: a plain layer in vLLM 0.26."""
+    return isinstance(module, ReplicatedLinear) and path.endswith(".gate")
 
 
 def _stand_in(part: nn.Module, spec: ModelSpec) -> nn.Module | None:
@@ -58,11 +64,18 @@ def _stand_in(part: nn.Module, spec: ModelSpec) -> nn.Module | None:
     return None
 
 
+def strict_parts(model: nn.Module) -> Iterator[Part]:
+    """What `make_strict` put into `model`."""
+    for module in model.modules():
+        for part in (module, *(getattr(module, name, None) for name in ("quant_method", "impl", "router"))):
+            if isinstance(part, Part):
+                yield part
+
+
 def strict_weights(model: nn.Module) -> Iterator[Weight]:
     """What was made of the live weights, to be told when they change."""
-    for module in model.modules():
-        method = getattr(module, "quant_method", None)
-        if isinstance(method, StrictLinearMethod):
-            yield method.form
-        elif isinstance(module, StrictLogits):
-            yield module.output.weight
+    for part in strict_parts(model):
+        if isinstance(part, StrictLinearMethod):
+            yield part.form
+        elif isinstance(part, StrictLogits):
+            yield part.output.weight

@@ -1,4 +1,7 @@
-"""What takes the place of vLLM's modules outside the experts; only attention has a file of its own."""
+"""What takes the place of vLLM's modules outside the experts; only attention has a file of its own.
+
+`under` puts each under another model spec than it was made with.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,11 @@ class StrictLinearMethod(UnquantizedLinearMethod):
 
     def __init__(self, model: ModelSpec, out: torch.dtype | None = None) -> None:
         super().__init__()
-        self.rule, self.form, self.out = model.linear, Weight(), out
+        self.form, self.out = Weight(), out
+        self.under(model)
+
+    def under(self, model: ModelSpec) -> None:
+        self.rule = model.linear
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         pass  # vLLM would repack the weight and drop the original
@@ -34,7 +41,11 @@ class StrictLinearMethod(UnquantizedLinearMethod):
 class StrictRMSNorm(nn.Module):
     def __init__(self, weight: nn.Parameter, eps: float, model: ModelSpec) -> None:
         super().__init__()
-        self.weight, self.eps, self.rule = weight, eps, model.norm
+        self.weight, self.eps = weight, eps
+        self.under(model)
+
+    def under(self, model: ModelSpec) -> None:
+        self.rule = model.norm
 
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor | None = None
@@ -52,6 +63,9 @@ class StrictRotary(nn.Module):
         self.head_dim = head_dim
         self.table = RotaryTable(head_dim, theta, model.rotary)
 
+    def under(self, model: ModelSpec) -> None:
+        self.table.round_to(model.rotary)
+
     def forward(
         self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -67,7 +81,11 @@ class StrictRouter(BaseRouter):
     def __init__(self, own: BaseRouter, renormalize: bool, model: ModelSpec) -> None:
         super().__init__(own.top_k, own.global_num_experts)
         self.routing_method = own.routing_method_type
-        self.renormalize, self.rule = renormalize, model.router
+        self.renormalize = renormalize
+        self.under(model)
+
+    def under(self, model: ModelSpec) -> None:
+        self.rule = model.router
 
     @property
     def routing_method_type(self):  # vLLM's enum
@@ -96,6 +114,9 @@ class StrictLogits(nn.Module):
         self.vocab = vocab
         self.output = OutputLayer(model)
         self.temperature = 1.0
+
+    def under(self, model: ModelSpec) -> None:
+        self.output.model = model
 
     def forward(
         self,

@@ -56,14 +56,16 @@ CASES = {
     "dr_grpo": ("dr_grpo", "fp32", "float32", False, 1.0),
     "minite": ("everything", "minite", "float32", False, 1.0),
     "bfloat16": ("everything", "minite", "bfloat16", False, 1.0),
+    "strict": ("token_mean", "strict", "float32", False, 1.0),
 }
 # A product that is cut or summed otherwise flips roundings to 4 bits, so that quantised cases are compared where the
 # products are the same.
 CASES_OF = {
     "dp2": list(CASES),
-    "ep2": ["everything", "minite"],
+    "ep2": ["everything", "minite", "strict"],
     "tp2": ["everything", "token_mean"],
-    **{name: ["everything"] for name in ("tp2_ep2", "pp2", *FOURS)},
+    "pp2": ["everything", "strict"],
+    **{name: ["everything"] for name in ("tp2_ep2", *FOURS)},
 }
 Folders = dict[bool, Path]  # of the model, with tied embeddings or without
 

@@ -139,7 +139,7 @@ def test_scores_are_those_of_one_process(out: Path, alone: dict[str, Any], name:
         scores = found[case].get("scores") or {"values": found[case]["values"]}
         assert scores.keys() == single.keys()
         for part, value in single.items():
-            near = 3e-2 if case == "bfloat16" else 1e-5
+            near = 0.0 if case == "strict" else 3e-2 if case == "bfloat16" else 1e-5
             torch.testing.assert_close(scores[part], value, rtol=near, atol=near, msg=part)
 
 
@@ -254,6 +254,8 @@ def test_layouts_that_do_not_fit_are_refused(
     Policy(model_folder("mixtral"), precision_map("fp32"), config(), seed=0)  # has a process group
     with pytest.raises(ValueError, match=problem):
         Policy(model_folder("mixtral"), precision_map("fp32"), config(**layout), seed=0)
+    with pytest.raises(ValueError, match=r"a strict spec .* tensor_parallel=2"):
+        Policy(model_folder("mixtral"), precision_map("strict"), config(tensor_parallel=2), seed=0)
 
 
 def test_the_shapes_are_those_of_the_model(folders: ranks.Folders) -> None:

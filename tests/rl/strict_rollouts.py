@@ -15,6 +15,7 @@ from kernels.precision_map import PrecisionMap
 from sampler.config import SamplerConfig, SamplingConfig
 from sampler.engine import Sampler
 
+OTHER = {"model.rotary": "bf16"}
 LAYERS, VOCAB, TEMPERATURE = 2, 61, 0.8
 MAX_LEN, TOKENS, PROMPTS = 192, 128, 32
 ONE_TOKEN = LAYERS * 2 * 2 * 32 * 4  # bytes of its keys and values
@@ -70,22 +71,25 @@ def scored(sampler: Sampler, rows: list[Row]) -> list[list[float]]:
     return sampler.score(sequences, [len(prompt) for prompt, _, _ in rows], TEMPERATURE)
 
 
-def main(folder: str) -> None:
+def main(folder: str, device: str) -> None:
     place, strict = Path(folder), PrecisionMap.resolve(LAYERS, named_spec("strict"))
+    config = replace(CONFIG, device=device)
     saved: dict[str, Any] = {}
     alive = []  # the end of one engine would take vLLM's process groups from the others
     for way, (changes, count) in WAYS.items():
-        sampler = Sampler(place / "qwen3_moe", strict, replace(CONFIG, **changes))
+        sampler = Sampler(place / "qwen3_moe", strict, replace(config, **changes))
         alive.append(sampler)
         scheduler = sampler._llm.llm_engine.engine_core.engine_core.scheduler
         with patch.object(scheduler, "_preempt_request", wraps=scheduler._preempt_request) as preempt:
             saved[way] = answer(sampler, count)
         saved["preemptions", way] = preempt.call_count
     saved["scored"] = scored(alive[0], saved["32 together"][:8])
-    sampler = Sampler(place / "mixtral", strict, replace(CONFIG, dtype="bfloat16"))
+    alive[0].compute_under(PrecisionMap.resolve(LAYERS, named_spec("strict", OTHER)), lambda layer: None)
+    saved["under another spec"] = scored(alive[0], saved["32 together"][:8])
+    sampler = Sampler(place / "mixtral", strict, replace(config, dtype="bfloat16"))
     alive.append(sampler)
     saved["mixtral"] = answer(sampler, 4)
-    torch.save(saved, place / "saved.pt")
+    torch.save(saved, place / f"saved_{device}.pt")
 
 
 if __name__ == "__main__":

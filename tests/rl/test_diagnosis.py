@@ -24,6 +24,7 @@ from kernels.reference import expert_rows, prepare
 from kernels.routing import Routing
 from kernels.spec import spec_diff
 from rl.diagnose import main
+from rl.diagnosis.boundaries import LayerResult
 from rl.diagnosis.compare import compare
 from rl.diagnosis.corpus import Corpus
 from rl.diagnosis.engine import Given
@@ -34,6 +35,7 @@ from rl.diagnosis.statistics import Bootstrap, Bounds
 from rl.diagnosis.store import Store
 from rl.diagnosis.studies import depths, path
 from rl.diagnosis.summary import Summary
+from rl.diagnosis.verdict import summary_of
 from rl.errors import DataError
 from tests.rl.tiny_chat import byte_tokenizer, make_model
 
@@ -66,6 +68,14 @@ def test_forwards_and_backwards_differ_in_order_alone():
     a, b = named_spec("minite"), named_spec("minite_expert")
     assert [s.fields for s in path(a, b)] == [s.fields for s in path(a, b, True)][::-1]
     assert path(a, a) == []
+
+
+def test_a_field_outside_the_experts_is_a_step_of_its_own_and_named_where_layers_are_equal():
+    strict, changed = named_spec("strict"), named_spec("strict", {"model.rotary": "bf16"})
+    assert [[one.field for one in step.fields] for step in path(strict, changed)] == [["model.rotary"]]
+    equal = LayerResult(0, 4, strict.name, changed.name, (), None, diff=spec_diff(strict, changed))
+    assert summary_of([equal]).endswith("model.rotary: fp32 against bf16.")
+    assert "model" not in summary_of([replace(equal, diff=())])
 
 
 @pytest.mark.parametrize("name", ["minite", "te_per_tensor", "bf16", "mxfp4"])
@@ -205,6 +215,11 @@ WRONG = {
     "a negative bound": (["+recipe=tiny", "gate.k3=-1"], "gate.k3=-1.0"),
     "a learner of two processes": (["+recipe=tiny", "learner.data_parallel=2"], "learner: 2 processes"),
     "a stock engine": (["+recipe=tiny", "sampler.stock=true"], "sampler.stock"),
+    "a strict spec beside others": (["+recipe=tiny", "conditions=[strict]"], "sampled_under=bf16 is not"),
+    "a strict spec in transformers": (
+        ["+recipe=tiny", "conditions=[strict]", "sampled_under=strict", "engines=[hf,vllm]"],
+        "hf does not compute under a strict spec",
+    ),
     "no sequences": (["+recipe=tiny", "sequences=/nowhere"], "sequences='/nowhere'"),
     "no checkpoint": (["+recipe=tiny", "checkpoint=/nowhere"], "checkpoint='/nowhere'"),
     "an unknown dense model": (["+recipe=tiny", "model=folder", "model.path={unknown}"], "gpt2"),

@@ -84,7 +84,10 @@ CASES = {
         ["spec=strict", "algorithm.routing_replay=r3"],
         "algorithm.routing_replay=r3",
     ),
-    "strict on a GPU": (["spec=strict", "learner.device=cuda"], "learner.device=cuda"),
+    "rows cut under a strict spec": (
+        ["spec=strict", "learner.tensor_parallel=2"],
+        "learner.tensor_parallel=2",
+    ),
     "BF16 layers beside strict ones": (["spec=strict", "spec.first_layers_bf16=1"], "for all layers alike"),
     "cut prompts without a strict spec": (["sampler.chunked_prefill=true"], "chunked_prefill=True"),
     "resume from nothing": (["run.resume=/nowhere/run"], "/nowhere/run"),

@@ -21,7 +21,7 @@ from learner.initialize import initialize
 from learner.packing import Packing
 from learner.policy import Policy
 from tests.rl import strict_rollouts
-from tests.rl.strict_rollouts import LAYERS, PROMPTS, TEMPERATURE, TOKENS, VOCAB, WAYS, Row
+from tests.rl.strict_rollouts import LAYERS, OTHER, PROMPTS, TEMPERATURE, TOKENS, VOCAB, WAYS, Row
 
 pytestmark = pytest.mark.slow
 
@@ -53,6 +53,10 @@ MODELS: dict[str, dict[str, Any]] = {
     },
 }
 Saved = dict[Any, Any]
+ON_A_GPU = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -63,13 +67,18 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=ON_A_GPU)])
+def device(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def saved(place: Path) -> Saved:
-    command = [sys.executable, "-m", strict_rollouts.__name__, str(place)]
+def saved(place: Path, device: str) -> Saved:
+    command = [sys.executable, "-m", strict_rollouts.__name__, str(place), device]
     root = str(Path(__file__).parents[2])
     environment = os.environ | {"PYTHONPATH": root, "OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": "1"}
     subprocess.run(command, env=environment, check=True, capture_output=True)
-    return torch.load(place / "saved.pt")
+    return torch.load(place / f"saved_{device}.pt")
 
 
 def learner(place: Path, family: str = "qwen3_moe", spec: Any = None, **changes: Any) -> Policy:
@@ -94,7 +103,7 @@ def gap(policy: Policy, rows: list[Row]) -> torch.Tensor:
     """|delta| of every response token."""
     batch = batch_of(rows)
     scores = policy.score(batch.tokens, batch.lengths, batch.loss_mask, TEMPERATURE)
-    return (scores.logp - batch.sampler_logp)[batch.loss_mask].abs()
+    return (scores.logp.cpu() - batch.sampler_logp)[batch.loss_mask].abs()
 
 
 def test_responses_do_not_depend_on_the_way_in_which_they_are_computed(saved: Saved) -> None:
@@ -109,34 +118,49 @@ def test_responses_do_not_depend_on_the_way_in_which_they_are_computed(saved: Sa
 
 
 @pytest.mark.parametrize("tokens", [200, 1000, 8192])
-def test_the_gap_is_zero_however_the_learner_cuts_its_batch(tokens: int, place: Path, saved: Saved) -> None:
-    policy = learner(place, micro_batch_tokens=tokens, logits_bytes=4 * VOCAB * tokens // 3)
+def test_the_gap_is_zero_however_the_learner_cuts_its_batch(
+    tokens: int, place: Path, saved: Saved, device: str
+) -> None:
+    policy = learner(place, micro_batch_tokens=tokens, logits_bytes=4 * VOCAB * tokens // 3, device=device)
     found = gap(policy, saved["32 together"])
     assert len(found) == PROMPTS * TOKENS and found.max() == 0.0
     assert gap(policy, saved["32 together"][5:6]).max() == 0.0
 
 
-def test_the_gap_is_zero_in_bf16_and_with_tied_embeddings(place: Path, saved: Saved) -> None:
-    found = gap(learner(place, "mixtral", dtype="bfloat16"), saved["mixtral"])
+def test_the_gap_is_zero_in_bf16_and_with_tied_embeddings(place: Path, saved: Saved, device: str) -> None:
+    found = gap(learner(place, "mixtral", dtype="bfloat16", device=device), saved["mixtral"])
     assert len(found) == 4 * TOKENS and found.max() == 0.0
 
 
 @pytest.mark.parametrize("field", [f"model.{name}" for name in ModelSpec.types()] + ["weight.outer_domain"])
-def test_a_field_of_one_side_opens_the_gap(field: str, place: Path, saved: Saved) -> None:
+def test_a_field_of_one_side_opens_the_gap(field: str, place: Path, saved: Saved, device: str) -> None:
     """And the precision maps' difference names it."""
     strict = named_spec("strict")
     part: Specification = getattr(strict, field.partition(".")[0])
     name = field.partition(".")[2]
     other = next(value for value in ("library", "bf16", "expert") if value in list(type(part).types()[name]))
     changed = named_spec("strict", {field: other})
-    assert gap(learner(place, spec=changed), saved["32 together"][:16]).max() > 0
+    assert gap(learner(place, spec=changed, device=device), saved["32 together"][:16]).max() > 0
     table = PrecisionMap.resolve(LAYERS, strict).diff(PrecisionMap.resolve(LAYERS, changed))
     assert [line.split()[0] for line in table.splitlines()[2:]] == [field]
 
 
-def test_the_first_mini_batch_is_exactly_on_policy(place: Path, saved: Saved) -> None:
+def test_engines_that_run_can_be_put_under_another_field(place: Path, saved: Saved, device: str) -> None:
+    responses = saved["32 together"][:8]
+    rows = [(*row[:2], logp) for row, logp in zip(responses, saved["under another spec"], strict=True)]
+    policy = learner(place, device=device)
+    assert gap(policy, rows).max() > 0
+    policy.model.compute_under(PrecisionMap.resolve(LAYERS, named_spec("strict", OTHER)))
+    assert gap(policy, rows).max() == 0.0
+    policy.model.compute_under(PrecisionMap.resolve(LAYERS, named_spec("strict")))
+    assert gap(policy, responses).max() == 0.0
+    with pytest.raises(ValueError, match="stays strict"):
+        policy.model.compute_under(PrecisionMap.resolve(LAYERS, named_spec("minite")))
+
+
+def test_the_first_mini_batch_is_exactly_on_policy(place: Path, saved: Saved, device: str) -> None:
     """Scoring passes, training passes and the sampler: the ratio is 1 at every token, until the first step."""
-    policy = learner(place, micro_batch_tokens=500)
+    policy = learner(place, micro_batch_tokens=500, device=device)
     batch = batch_of(saved["32 together"])
     metrics = policy.update(batch, ObjectiveConfig(), TEMPERATURE)
     assert metrics["log_ratio_abs"] == 0.0 and metrics["ratio_mean"] == 1.0 and metrics["grad_norm"] > 0

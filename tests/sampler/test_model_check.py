@@ -64,6 +64,14 @@ def test_on_a_gpu_heads_of_other_sizes_are_not_refused(model_folder: MakeModel, 
     check_model(tmp_path, MAP, tiny_config(device="cuda"))
 
 
+def test_steps_of_a_strict_engine_are_not_captured(model_folder: MakeModel) -> None:
+    strict = PrecisionMap.resolve(LAYERS, named_spec("strict"))
+    config = tiny_config(device="cuda", cuda_graph_sizes=(1, 2))
+    check_model(model_folder("mixtral"), MAP, config)
+    with pytest.raises(ValueError, match=r"cuda_graph_sizes=\(1, 2\) must be empty under a strict spec"):
+        check_model(model_folder("mixtral"), strict, config)
+
+
 def test_an_engine_for_another_device_than_the_installed_is_refused(model_folder: MakeModel) -> None:
     with pytest.raises(
         ValueError, match=r"SamplerConfig.device=cuda, the vLLM that is installed runs on cpu"

@@ -69,6 +69,15 @@ def batch() -> Any:
     return make_batch(mask, logp, logp, torch.ones(3))
 
 
+def test_what_a_strict_engine_multiplies_is_held_in_fixed_point(folder: Path):
+    own = policy(folder, "bfloat16", "strict")
+    own.score(*(getattr(batch(), name) for name in ("tokens", "lengths", "loss_mask")), temperature=1.0)
+    weights = [part.form for part in own.model.modules() if hasattr(part, "form")]
+    forms = storages(part._made[1].integers for part in (*weights, own.model.strict_output.weight))
+    planned = learner_memory(own.architecture, own.precision_map, own.config, Layout(), backend="reference")
+    assert planned.standing["weights in fixed point"] == sum(forms.values())
+
+
 @pytest.mark.parametrize("dtype, spec", CASES)
 def test_what_a_learner_holds(folder: Path, dtype: str, spec: str):
     own = policy(folder, dtype, spec)

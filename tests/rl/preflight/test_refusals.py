@@ -50,7 +50,8 @@ def test_a_recipe_of_the_paper_updates_on_524288_tokens():
 def test_recipes_of_the_paper_differ_in_name_and_specification_alone():
     from rl.compose import differing_keys
 
-    configs = [load_config([f"+recipe={name}"]) for name in ("minite", "bf16", "te_nvfp4", "minite_expert")]
+    names = ("minite", "bf16", "te_nvfp4", "minite_expert", "minite_strict")
+    configs = [load_config([f"+recipe={name}"]) for name in names]
     for other in configs[1:]:
         assert differing_keys(configs[0], other).keys() == {"run.name", "spec.name"}
 
