@@ -42,7 +42,11 @@ pip "$torch" 2>/dev/null || pip --index-url https://download.pytorch.org/whl/cpu
     || fail "could not install $torch"
 echo "setup: torch is installed, the other packages follow (some minutes)"
 pip "$(grep '^setuptools==' "$LOCK")"
-pip --requirement "$LOCK" || fail "could not install $LOCK"
+# Two at a time: unpacking keeps a core busy.
+pip --requirement <(awk '/==/ && NR % 2' "$LOCK") &
+half=$!
+pip --requirement <(awk '/==/ && NR % 2 == 0' "$LOCK") || fail "could not install $LOCK"
+wait "$half" || fail "could not install $LOCK"
 pip --no-build-isolation --editable . || fail "could not install minite itself"
 # On all cores; pip compiles on one. Some packages hold files that are no Python of this version.
 .venv/bin/python -m compileall -qq -j 0 .venv/lib > /dev/null || true

@@ -282,7 +282,7 @@ def experts_in_use(engine: Asking, prompts: list[list[int]], top_k: int, given: 
     assert len(gates) == given.layers
     hooks = [gate.register_forward_hook(count) for gate in gates]
     with nullcontext() if given.eager or given.device == "cpu" else eagerly(engine.runner):
-        engine.generate(prompts, COUNTED + 1, "plain")
+        engine.generate(prompts, min(COUNTED + 1, given.output), "plain")
     for hook in hooks:
         hook.remove()
     return float(torch.stack(counts).mean())
