@@ -10,7 +10,6 @@ from kernels.checks import checker
 DTYPES = ("float32", "bfloat16")
 DEVICES = ("cpu", "cuda")
 SLEEPS = ("off", "keep", "discard")
-DRAWS = ("per_request", "batched")
 EXPERT_LAYOUTS = ("auto", "rows", "tiles")
 
 
@@ -42,9 +41,6 @@ class SamplerConfig:
     # replayed; others are launched kernel by kernel. Needs cuda.
     cuda_graph_sizes: tuple[int, ...] = ()
     threads: int = 0  # intra-operation threads of torch; 0 leaves torch's own choice
-    # Random numbers of a response: from a generator of its own, as vLLM makes them, a call for each response and token
-    # (per_request), or for all at once (batched, `sampler.draws`). A strict spec has draws of its own.
-    draws: str = "per_request"
     seed: int = 0  # of the engine's global generators; every response has a seed of its own
 
     def __post_init__(self) -> None:
@@ -62,7 +58,6 @@ class SamplerConfig:
         )
         check("kv_cache_gib", lambda v: 0 < v < math.inf, "must be positive and finite")
         check("sleep", lambda v: v in SLEEPS, f"must be one of {', '.join(SLEEPS)}")
-        check("draws", lambda v: v in DRAWS, f"must be one of {', '.join(DRAWS)}")
         check("expert_layout", lambda v: v in EXPERT_LAYOUTS, f"must be one of {', '.join(EXPERT_LAYOUTS)}")
         sizes = (
             "must be numbers of sequences from 1 to max_num_seqs, in ascending order, and need device=cuda"

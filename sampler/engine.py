@@ -124,7 +124,6 @@ class Sampler:
             self._hold_live(precision_map)
 
     def _hold_live(self, precision_map: PrecisionMap | None) -> None:
-        from sampler.draws import BatchedDraws
         from sampler.quantization import expert_methods
         from sampler.routes import RouteRecorder
         from sampler.strict.sampling import StrictSampler
@@ -133,8 +132,6 @@ class Sampler:
         self._experts = expert_methods(self._model)
         self.weights: LiveWeights | StockWeights = LiveWeights(self._model, precision_map)
         [self._runner] = self._llm.collective_rpc(lambda worker: worker.model_runner)
-        if self.config.draws == "batched" and not self._strict:
-            self._runner.sampler.topk_topp_sampler = BatchedDraws(self._runner)
         if precision_map is None:
             return
         if self._strict:
@@ -346,10 +343,10 @@ class Sampler:
             check_guards(guards)
 
     def _seeded(self, seed: int) -> dict[str, Any]:
-        """How a request is told its seed: vLLM's generators, or the draws that stand in their place."""
-        if self.config.stock or (self.config.draws == "per_request" and not self._strict):
+        """How a request is told its seed: under a strict spec for `sampler.strict.sampling`, not for vLLM."""
+        if not self._strict:
             return {"seed": seed}
-        from sampler.draws import SEED
+        from sampler.strict.sampling import SEED
 
         return {"extra_args": {SEED: seed}}
 

@@ -102,7 +102,6 @@ class Plan:
             "prompts": config.prompts,
             "samples": config.samples,
             "seed": config.run.seed,
-            **({} if config.sampler.draws == "per_request" else {"draws": config.sampler.draws}),
             "file": None if self.given is None else hashlib.sha256(self.given.to_json().encode()).hexdigest(),
         }
 

@@ -12,8 +12,8 @@ from vllm.v1.sample.sampler import Sampler
 
 from kernels.strict.elementary import exp
 from kernels.strict.output import OutputLayer
-from sampler.draws import seeds_and_positions
 
+SEED = "minite_seed"  # of a response, in `SamplingParams.extra_args`
 _GREEDY = 1e-5  # vLLM takes the likeliest token at a lower temperature
 
 
@@ -58,6 +58,12 @@ class StrictSampler(Sampler):
         return (exp(logp) / noise).argmax(-1)
 
     def _seeds(self, count: int) -> list[int]:
-        pairs = zip(*(part.tolist() for part in seeds_and_positions(self._runner, count)), strict=True)
-        digests = (hashlib.sha256(f"{seed}/{position}".encode()).digest() for seed, position in pairs)
-        return [int.from_bytes(digest[:8], "little") >> 1 for digest in digests]
+        runner = self._runner
+        batch, starts = runner.input_batch, runner.query_start_loc.np
+        seeds = []
+        for index, request in enumerate(batch.req_ids[:count]):
+            position = int(batch.num_computed_tokens_cpu[index]) + int(starts[index + 1] - starts[index])
+            seed = (runner.requests[request].sampling_params.extra_args or {}).get(SEED, 0)
+            digest = hashlib.sha256(f"{seed}/{position}".encode()).digest()
+            seeds.append(int.from_bytes(digest[:8], "little") >> 1)
+        return seeds

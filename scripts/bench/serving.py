@@ -13,8 +13,7 @@ Both run decoding steps as CUDA graphs of exactly the batch sizes measured (`--e
 logits. Every request has a prompt of random tokens and writes exactly `--output` tokens, drawn at temperature 1:
 
     plain     nothing else is asked for
-    rollout   a seed of its own for each response, and the log-probability of every token; the product draws for all
-              responses at once (`sampler.draws`), vLLM from a generator for each
+    rollout   a seed of its own for each response, and the log-probability of every token
 
 Printed for each way: bytes of weights; tokens that a cache would hold in `--memory-share` of the GPU beside everything
 else that the process has there; and for each batch size the best of `--repeats` in output tokens a second, prompt
@@ -31,7 +30,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -48,10 +47,7 @@ from rl.preflight.traffic import decode_bytes, experts_read
 from sampler.config import SamplerConfig
 
 WAYS, ASKED = ("minite", "vllm"), ("plain", "rollout")
-Seeded = Callable[[int], dict[str, Any]]
-Engine = tuple[
-    Any, Seeded | None, int, str
-]  # vLLM's, `Asking.seeded`, bytes of weights, what computes the experts
+Engine = tuple[Any, int, str]  # vLLM's, bytes of weights, what computes the experts
 COUNTED = 8  # eager steps over which experts are counted
 
 
@@ -161,7 +157,7 @@ def measure(given: argparse.Namespace, way: str) -> dict[str, Any]:
     config = hf_config(given)
     model = family_of(config).read(config)
     settings = sampler_settings(given)
-    engine, seeds, weight_bytes, backend = (ours if way == "minite" else theirs)(given, model, settings)
+    engine, weight_bytes, backend = (ours if way == "minite" else theirs)(given, model, settings)
     ready = time.perf_counter() - started
     say(f"ready, {weight_bytes / 2**30:.2f} GiB of weights")
     name = torch.cuda.get_device_name() if given.device == "cuda" else "cpu"
@@ -169,7 +165,7 @@ def measure(given: argparse.Namespace, way: str) -> dict[str, Any]:
     specs = PrecisionMap.resolve(model.layers, named_spec(given.spec if way == "minite" else "bf16"))
     batches: dict[int, Any] = {}
     for batch in given.batches:
-        own = measure_batch(given, Asking(engine, seeds), model, batch)
+        own = measure_batch(given, Asking(engine), model, batch)
         step = decode_bytes(model, specs, settings, batch, given.prompt + given.output // 2)
         own["bound_ms"] = None if device is None else 1e3 * step / device.bandwidth
         own["uniform"] = model.experts * experts_read(model, batch)
@@ -207,23 +203,16 @@ def sampler_settings(given: argparse.Namespace) -> SamplerConfig:
 
 
 class Asking:
-    """An engine of vLLM, and how it is asked. seeded: how a request is told its seed; None: by vLLM's own draws."""
+    """An engine of vLLM, and how it is asked."""
 
-    def __init__(self, engine: Any, seeded: Seeded | None) -> None:
-        self._engine, self._seeded = engine, seeded
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
         [self.runner] = engine.collective_rpc(lambda worker: worker.model_runner)
-        self._draws = self.runner.sampler.topk_topp_sampler
 
     def generate(self, prompts: list[list[int]], tokens: int, asked: str) -> None:
         from vllm import SamplingParams
 
         rollout = asked == "rollout"
-        if self._seeded is not None:
-            from sampler.draws import BatchedDraws
-
-            own = BatchedDraws(self.runner) if rollout else self._draws
-            self.runner.sampler.topk_topp_sampler = own
-        seeded = self._seeded or (lambda seed: {"seed": seed})
         more = {"logprobs": 0, "flat_logprobs": True} if rollout else {}
         params = [
             SamplingParams(
@@ -231,7 +220,7 @@ class Asking:
                 max_tokens=tokens,
                 ignore_eos=True,
                 detokenize=False,
-                **(seeded(index) if rollout else {}),
+                seed=index if rollout else None,
                 **more,
             )
             for index in range(len(prompts))
@@ -310,10 +299,8 @@ def ours(given: argparse.Namespace, model: Architecture, config: SamplerConfig) 
     specs = PrecisionMap.resolve(model.layers, named_spec(given.spec))
     sampler = Sampler(given.folder, specs, config)
     held = {**sampler.weights.tensors(), **sampler.weights.refresh()}
-    from sampler.draws import SEED
-
     backend = f"{sampler.report().backend} in {sampler.weights.layout}"
-    return sampler._llm, lambda seed: {"extra_args": {SEED: seed}}, storage_bytes(held.values()), backend
+    return sampler._llm, storage_bytes(held.values()), backend
 
 
 def theirs(given: argparse.Namespace, model: Architecture, config: SamplerConfig) -> Engine:
@@ -346,7 +333,7 @@ def theirs(given: argparse.Namespace, model: Architecture, config: SamplerConfig
             **(_ON_A_GPU if given.device == "cuda" else {}),
         )
     [weights] = engine.apply_model(lambda module: storage_bytes(module.parameters()))
-    return engine, None, weights, "vLLM"
+    return engine, weights, "vLLM"
 
 
 def storage_bytes(tensors: Any) -> int:
