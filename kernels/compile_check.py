@@ -204,7 +204,7 @@ def _quantisers(target: int) -> Iterator[Compilation]:
         "act": "*i32",
         "scales": "*u8",
     }
-    pointers |= {"outer": "*fp32", "bad": "*u8", "slot_of_row": "*i32", "starts": "*i32", "rows": rows}
+    pointers |= {"outer": "*fp32", "bad": "*u8", "permutation": "*i32", "starts": "*i32", "count": rows}
     pointers |= {"tile_expert": "*i32", "bad_counts": "*i64"}
     constants = {"EXPERTS": EXPERTS, "BLOCKS": FFN // 16, "PADDED": 64, "ROWS": 2, "KEEP_ACT": False}
     constants |= {"QUANTIZE": True, "PACKED": target >= 100, "DECODED": target < 100}

@@ -102,11 +102,11 @@ def decode_product(
         # Without a mask: what stands behind the last row is not stored, and must only be there.
         x_at = x_ptr + first.to(tl.int64) * K + tl.arange(0, BM)[:, None] * K + tl.arange(0, 128)[None, :]
         wait_for_kernel_before()
+        ga = tl.load(ga_ptr + rows, mask=inside, other=0.0)
         acc = tl.zeros((128, BM), tl.float32)
         for k in tl.range(0, K_TILES, num_stages=STAGES):
             x = tl.load(x_at + k * 128)
             acc = tl.dot(load_tile(words_at, scales_at, k), x.T, acc)
-        ga = tl.load(ga_ptr + rows, mask=inside, other=0.0)
         value = to_bf16(acc * (ga[None, :] * gb[:, None]))
         tl.store(out_ptr + rows[None, :] * N + columns[:, None], value, mask=inside[None, :])
     else:

@@ -138,10 +138,13 @@ def _launch(
 ) -> None:
     """result: where what is quantised goes, with the block scales in their logical order beside it."""
     blocks = fc1.shape[1] // (2 * BLOCK)
-    own = tile(blocks) if bad_counts is None else tile_of_few(blocks)
+    few = bad_counts is not None
+    own = tile_of_few(blocks) if few else tile(blocks)
+    # Of few rows most are padding: slots are gone through instead.
+    permutation = groups.row_of_slot if few else groups.slot_of_row
     unused = groups.starts
     packed, decoded = (None, None) if result is None else (result.codes, result.decoded)
-    _swiglu_quantize[(triton.cdiv(len(fc1), own.rows),)](
+    _swiglu_quantize[(triton.cdiv(permutation.numel(), own.rows),)](
         words(fc1),
         silu_table(fc1.device),
         unused if packed is None else packed.view(torch.int32),
@@ -150,23 +153,23 @@ def _launch(
         unused if scales is None else scales,
         unused if result is None else result.outer_scales,
         unused if result is None else result.bad.view(torch.uint8),
-        groups.slot_of_row,
+        permutation,
         groups.starts,
         groups.tile_expert,
-        unused if bad_counts is None else bad_counts,
-        len(fc1),
+        bad_counts if few else unused,
+        permutation.numel(),
         EXPERTS=groups.counts.shape[0],
         BLOCKS=blocks,
         PADDED=triton.next_power_of_2(blocks),
         ROWS=own.rows,
-        ALIGN=0 if bad_counts is None else groups.align,
+        ALIGN=groups.align if few else 0,
         QUANTIZE=result is not None,
         PACKED=packed is not None,
         DECODED=decoded is not None,
         KEEP_ACT=act is not None,
         num_warps=own.warps,
         enable_fp_fusion=False,
-        launch_pdl=bad_counts is not None,
+        launch_pdl=few,
     )
 
 
@@ -212,11 +215,11 @@ def _swiglu_quantize(
     scales,
     outer,
     bad,
-    slot_of_row,
+    permutation,
     starts,
     tile_expert,
     bad_counts,
-    rows,
+    count,
     EXPERTS: tl.constexpr,
     BLOCKS: tl.constexpr,
     PADDED: tl.constexpr,
@@ -228,13 +231,16 @@ def _swiglu_quantize(
     KEEP_ACT: tl.constexpr,
 ):
     """fc1 int32 words [rows, 2 * 8 BLOCKS]; codes, decoded and act int32 words; scales [rows, BLOCKS].
-    ALIGN > 0: padding is left alone, and rows that are not finite are counted for the experts of tiles of ALIGN rows.
+    permutation: slot_of_row, `count` rows. ALIGN > 0: row_of_slot, `count` slots; padding is then left alone, and rows
+    that are not finite are counted for the experts of tiles of ALIGN rows.
     """
     first = tl.program_id(0) * ROWS
     row = (first + tl.arange(0, ROWS)).to(tl.int64)
-    inside = row < rows
-    routed = tl.load(slot_of_row + row, mask=inside, other=-1) >= 0
+    inside = row < count
+    other = tl.load(permutation + row, mask=inside, other=-1)
+    routed = other >= 0
     if ALIGN > 0:
+        row = other.to(tl.int64)
         wait_for_kernel_before()  # not ahead of the groups, which are older
         inside = routed
         some = tl.max(routed.to(tl.int32), axis=0) > 0
