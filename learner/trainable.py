@@ -170,7 +170,7 @@ class Trainable:
 
         def finish(number: int, hidden: torch.Tensor) -> torch.Tensor:
             part = parts.pop(number)
-            states = hidden[Packing.of(part.lengths).before(part.loss_mask)]
+            states = Packing.of(part.lengths).states_before(hidden, part.loss_mask)
             loss, found = loss_of(states, part, totals)
             if not torch.isfinite(loss):
                 self._problems.append(f"the loss of a micro-batch is {loss.item()}; no weight was changed")
@@ -219,7 +219,7 @@ class Trainable:
         def finish(number: int, hidden: torch.Tensor) -> torch.Tensor:
             part = parts.pop(number)
             if not passes[number].idle:
-                keep(hidden[part.packing.before(part.loss_mask)], part, passes[number].rows)
+                keep(part.packing.states_before(hidden, part.loss_mask), part, passes[number].rows)
             return hidden
 
         with torch.no_grad(), deterministic(), self._lockstep():

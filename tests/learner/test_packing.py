@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import prod
+
 import pytest
 import torch
 from hypothesis import given
@@ -38,6 +40,41 @@ def test_the_token_before_is_the_one_before_in_its_own_sequence(
     packing = Packing.of(torch.tensor(lengths))
     numbers = torch.arange(mask.numel()).view(mask.shape)
     assert torch.equal(packing.pack(numbers)[packing.before(mask)], numbers[mask] - 1)
+    behind = torch.tensor([[-1], [-1]])  # rows of no sequence
+    hidden = torch.cat((packing.pack(numbers)[:, None], behind))
+    assert torch.equal(packing.states_before(hidden, mask).squeeze(1), numbers[mask] - 1)
+
+
+@given(LENGTHS, st.booleans())
+def test_gradients_go_back_to_where_values_came_from(lengths: list[int], back: bool) -> None:
+    """As those of indexing, which autograd knows."""
+    packing = Packing.of(torch.tensor(lengths))
+    width = max(lengths) + (0 if back else 2)
+    shape = (sum(lengths), 3) if back else (len(lengths), width, 3)
+    own, other = (torch.arange(prod(shape)).view(shape).double().requires_grad_() for _ in range(2))
+    if back:
+        found = packing.unpack(own)
+        expected = torch.zeros(len(lengths), width, 3, dtype=torch.float64)
+        expected = expected.index_put((packing.sequences, packing.positions), other)
+    else:
+        found, expected = packing.pack(own), other[packing.sequences, packing.positions]
+    assert torch.equal(found, expected)
+    direction = torch.randn(found.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(
+        *(torch.autograd.grad(value, leaf, direction)[0] for value, leaf in ((found, own), (expected, other)))
+    )
+
+
+def test_the_gradient_of_states_before() -> None:
+    packing = Packing.of(torch.tensor([3, 2]))
+    mask = torch.tensor([[False, True, True], [False, True, False]])
+    hidden = torch.zeros(6, 2, requires_grad=True)
+    packing.states_before(hidden, mask).backward(torch.tensor([[1.0, 2], [3, 4], [5, 6]]))
+    assert hidden.grad is not None
+    assert hidden.grad.tolist() == [[1, 2], [3, 4], [0, 0], [5, 6], [0, 0], [0, 0]]
+    none = packing.states_before(hidden, torch.zeros_like(mask))  # a sequence may have no token in the loss
+    assert none.shape == (0, 2)
+    assert not torch.autograd.grad(none.sum(), hidden)[0].any()
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
