@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from kernels.strict.output import OutputLayer
+from learner.widened import widened_product
 
 
 class TokenScores(NamedTuple):
@@ -84,7 +85,8 @@ def token_scores(
     parts = 1 if part is None or top_p == 1 else part.parts  # which a nucleus needs together
     rows = max(1, logits_bytes // (4 * parts * output_weight.shape[0]))
     weight = output_weight.float() if strict is None else output_weight
-    settings = (temperature, top_p, entropy_gradient, part, strict)
+    narrow = output_weight.detach() if output_weight.dtype is torch.bfloat16 else None
+    settings = (narrow, temperature, top_p, entropy_gradient, part, strict)
     if len(ids) <= rows:
         return _chunk(hidden, weight, ids, *settings)
     chunks = zip(hidden.split(rows), ids.split(rows), strict=True)
@@ -99,6 +101,7 @@ def _chunk(
     hidden: torch.Tensor,
     weight: torch.Tensor,
     ids: torch.Tensor,
+    narrow: torch.Tensor | None,
     temperature: float,
     top_p: float,
     entropy_gradient: bool,
@@ -109,7 +112,7 @@ def _chunk(
         logits = strict.logits(hidden, weight)
         distribution = strict.log_softmax(logits, torch.full_like(logits[:, 0], temperature))
         return _scores(distribution, ids, torch.zeros_like(ids, dtype=torch.bool), None, entropy_gradient)
-    logits = hidden.float() @ weight.T / temperature
+    logits = widened_product(hidden, weight, narrow) / temperature
     if part is None:
         return score_logits(logits, ids, top_p, entropy_gradient)
     if top_p < 1:
