@@ -153,6 +153,7 @@ class Unfused:
         decoded = _decode(codes, scales, (1, count, width))[0]
         ones = torch.ones(count, dtype=torch.float32, device="cuda")
         out = torch.empty(count, matrix.shape[1], dtype=torch.bfloat16, device="cuda")
+        out[groups.row_of_slot.numel() :].zero_()  # rows that nobody writes are in the next amax
         grouped_gemm(GroupedOperand(None, None, decoded, ones, bad), matrix, groups, out=out)
         return out.mul_(outer)
 
