@@ -16,9 +16,9 @@ from kernels.guard import check_guards
 from kernels.precision_map import PrecisionMap
 from kernels.report import EngineReport, names
 from sampler.config import SamplerConfig, SamplingConfig
-from sampler.environment import vllm_environment
-from sampler.graphs import eagerly, graph_settings
-from sampler.model_check import BLOCK_SIZE, check_model
+from sampler.graphs import eagerly
+from sampler.launch import start_vllm
+from sampler.model_check import check_model
 
 if TYPE_CHECKING:
     from vllm import RequestOutput
@@ -27,16 +27,6 @@ if TYPE_CHECKING:
     from sampler.stock import StockWeights
     from sampler.taps import LayerTap
     from sampler.weights import LiveWeights
-
-
-# The size of the cache is given in bytes. This is the share of the memory that vLLM wants to find free at its start,
-# where a learner may be on the same GPU.
-_ON_A_GPU = {
-    "gpu_memory_utilization": 0.01,
-    "enable_flashinfer_autotune": False,  # minutes at the start, for kernels that are not used here
-}
-# Whose cache and metadata `sampler.strict.attention` uses there: the one back end that takes FP32, too.
-_STRICT_ON_A_GPU = {"attention_config": {"backend": "TRITON_ATTN"}}
 
 
 @dataclass(frozen=True)
@@ -86,35 +76,7 @@ class Sampler:
         self._strict = precision_map is not None and precision_map.model is not None
         self._frees = config.device == "cuda"  # vLLM's CPU build has no sleep
         self._sleeping = False
-        with vllm_environment(config):
-            from vllm import LLM
-            from vllm.platforms import current_platform
-
-            if current_platform.device_type != config.device:
-                found = current_platform.device_type or "no device that it finds here"
-                raise ValueError(
-                    f"SamplerConfig.device={config.device}, the vLLM that is installed runs on {found}"
-                )
-            self._llm = LLM(
-                model=str(model_dir),
-                skip_tokenizer_init=True,
-                generation_config="vllm",  # the folder's own would add stop tokens of its own
-                dtype=config.dtype,
-                max_model_len=config.max_model_len,
-                max_num_seqs=config.max_num_seqs,
-                max_num_batched_tokens=config.max_num_batched_tokens,
-                kv_cache_memory_bytes=int(config.kv_cache_gib * 2**30),
-                enable_prefix_caching=config.prefix_caching,
-                block_size=BLOCK_SIZE,
-                enable_chunked_prefill=config.chunked_prefill,
-                enable_sleep_mode=config.sleep != "off" and self._frees,
-                logprobs_mode="processed_logprobs",
-                seed=config.seed,
-                **graph_settings(config.cuda_graph_sizes),
-                **(_ON_A_GPU if config.device == "cuda" else {}),
-                **(_STRICT_ON_A_GPU if config.device == "cuda" and self._strict else {}),
-                **_expert_settings(config, precision_map),
-            )
+        self._llm = start_vllm(Path(model_dir), precision_map, config)
         [self._model] = self._llm.apply_model(lambda model: model)
         self._vocab_size = self._llm.model_config.get_vocab_size()
         self._experts: dict[int, ExpertMethod] = {}
@@ -396,22 +358,6 @@ class Sampler:
         logp = [*prompt.logprobs[length - 1 :], following[0][sequence[-1]].logprob]
         _check_finite(logp)
         return logp
-
-
-def _expert_settings(config: SamplerConfig, precision_map: PrecisionMap | None) -> dict[str, Any]:
-    """What makes vLLM compute experts under `precision_map` and keep its weights live; a stock engine does neither."""
-    overrides: dict[str, Any] = {"head_dtype": "float32"}  # logits are never rounded to the model's type
-    if config.stock:
-        return {"hf_overrides": overrides}
-    from sampler.loader import LOAD_FORMAT
-    from sampler.plugin import register
-    from sampler.quantization import METHOD, quantization_config
-
-    register()
-    if precision_map is None:
-        return {"load_format": LOAD_FORMAT, "hf_overrides": overrides}
-    overrides["quantization_config"] = quantization_config(precision_map, config.expert_layout)
-    return {"load_format": LOAD_FORMAT, "quantization": METHOD, "hf_overrides": overrides}
 
 
 def _check_finite(logp: Sequence[float]) -> None:

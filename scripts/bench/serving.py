@@ -305,9 +305,9 @@ def ours(given: argparse.Namespace, model: Architecture, config: SamplerConfig) 
 
 def theirs(given: argparse.Namespace, model: Architecture, config: SamplerConfig) -> Engine:
     """vLLM with its own experts, and with the same tensors and settings as the product's sampler."""
-    from sampler.engine import _ON_A_GPU
     from sampler.environment import vllm_environment
     from sampler.graphs import graph_settings
+    from sampler.launch import ON_A_GPU
     from sampler.model_check import BLOCK_SIZE
 
     with vllm_environment(config):
@@ -330,7 +330,7 @@ def theirs(given: argparse.Namespace, model: Architecture, config: SamplerConfig
             logprobs_mode="processed_logprobs",
             hf_overrides={"head_dtype": "float32"},
             **graph_settings(config.cuda_graph_sizes),
-            **(_ON_A_GPU if given.device == "cuda" else {}),
+            **(ON_A_GPU if given.device == "cuda" else {}),
         )
     [weights] = engine.apply_model(lambda module: storage_bytes(module.parameters()))
     return engine, weights, "vLLM"
