@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from kernels.slots import gather, slot_coefficients, spread
 from kernels.spec import ExecutionSpec
+from learner.rearrange import rearrange
 
 # rows [R, H], their experts int64 [R, 1] counted among the own, coefficients float32 [R, 1] -> [R, H]
 OwnExperts = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -64,28 +65,14 @@ def expert_parallel(
     flat = topk_ids.flatten()
     owners = flat // experts
     order = owners.argsort(stable=True)
+    back = order.argsort()
     exchange = Exchange.of(owners, group)
-    rows = _Move.apply(_Permute.apply(spread(x, topk_ids.shape[1], spec), order), exchange)
-    coefficients = _Move.apply(_Permute.apply(slot_coefficients(topk_weights, spec), order), exchange)
+    rows = _Move.apply(rearrange(spread(x, topk_ids.shape[1], spec), order, back), exchange)
+    coefficients = _Move.apply(rearrange(slot_coefficients(topk_weights, spec), order, back), exchange)
     own_ids = exchange.move((flat - owners * experts)[order])
     computed = own_experts(rows, own_ids[:, None], coefficients)
-    slots = _Permute.apply(_Move.apply(computed, exchange.back()), order.argsort())
+    slots = rearrange(_Move.apply(computed, exchange.back()), back, order)
     return gather(slots, topk_ids, topk_weights, spec).to(x.dtype)
-
-
-class _Permute(torch.autograd.Function):
-    """rows[order]. Indexing in general would add gradients up, which takes a sort where it must be deterministic."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(order)
-        return rows[order]
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        (order,) = ctx.saved_tensors
-        return gradients[0][order.argsort()], None
 
 
 class _Move(torch.autograd.Function):

@@ -58,6 +58,9 @@ class Prepared(Protocol):
     @property
     def w13(self) -> Shaped: ...
 
+    @property
+    def w2(self) -> Shaped: ...
+
 
 def check_spec(spec: ExecutionSpec) -> None:
     """Raises ValueError, naming the field, for a spec that the kernels do not compute."""
@@ -165,11 +168,8 @@ def expert_layer(
     FP32 sums; those of BF16 ones are rounded to BF16 once.
     """
     check_inputs(x, topk_ids, topk_weights, prepared, spec)
-    for name, master, matrix in (("w13", w13, prepared.w13), ("w2", w2, prepared.w2)):
-        if tuple(master.shape) != matrix.shape:
-            raise ValueError(f"{name} must be {matrix.shape} as it was prepared, got {tuple(master.shape)}")
-    needed = torch.is_grad_enabled() and any(t.requires_grad for t in (x, topk_weights, w13, w2))
-    if not needed:
+    check_masters(w13, w2, prepared)
+    if not needs_gradient(x, topk_weights, w13, w2):
         return forward(x, topk_ids, topk_weights, prepared, spec, guard).to(x.dtype)
     check_ids(topk_ids, prepared.w13.shape[0], guard)
     inputs = x, topk_ids, topk_weights, w13, w2
@@ -214,6 +214,19 @@ class _ExpertLayer(torch.autograd.Function):
             grad_outputs[0], topk_weights, w13, w2, Saved(*saved[:4]), ops.groups_of(saved[4:])
         )
         return found.x, None, found.topk_weights, found.w13, found.w2, None, None
+
+
+def needs_gradient(*inputs: torch.Tensor) -> bool:
+    return torch.is_grad_enabled() and any(own.requires_grad for own in inputs)
+
+
+def check_masters(w13: torch.Tensor, w2: torch.Tensor, prepared: Prepared) -> None:
+    """Raises ValueError for master weights of other shapes than what was prepared."""
+    for name, master, matrix in (("w13", w13, prepared.w13), ("w2", w2, prepared.w2)):
+        if tuple(master.shape) != tuple(matrix.shape):
+            raise ValueError(
+                f"{name} must be {tuple(matrix.shape)} as it was prepared, got {tuple(master.shape)}"
+            )
 
 
 def check_inputs(

@@ -26,7 +26,7 @@ from kernels.triton import per_tensor
 from kernels.triton.combine import combine
 from kernels.triton.grouped_gemm import grouped_gemm
 from kernels.triton.grouping import ALIGN, ExpertGroups, group
-from kernels.triton.layer import check_ids, check_inputs
+from kernels.triton.layer import check_ids, check_inputs, check_masters, needs_gradient
 from kernels.triton.matrix import ExpertMatrix
 from kernels.triton.operand import GroupedOperand
 from kernels.triton.ops import show_rows
@@ -141,10 +141,8 @@ def expert_layer(
     guard: as in `forward`. seed: of stochastic rounding, whose random numbers are not the reference's.
     """
     check_inputs(x, topk_ids, topk_weights, prepared, spec)
-    for name, master, matrix in (("w13", w13, prepared.w13), ("w2", w2, prepared.w2)):
-        if tuple(master.shape) != matrix.shape:
-            raise ValueError(f"{name} must be {matrix.shape} as it was prepared, got {tuple(master.shape)}")
-    if not (torch.is_grad_enabled() and any(t.requires_grad for t in (x, topk_weights, w13, w2))):
+    check_masters(w13, w2, prepared)
+    if not needs_gradient(x, topk_weights, w13, w2):
         return forward(x, topk_ids, topk_weights, prepared, spec, guard).to(x.dtype)
     prepared.products.check_seed(seed)
     check_ids(topk_ids, len(w13), guard)

@@ -22,7 +22,7 @@ from kernels.spec import Backward, Epilogue, ExecutionSpec
 from kernels.triton.backward import Saved, expert_gradients, grouped_mm
 from kernels.triton.combine import combine
 from kernels.triton.grouping import ALIGN, ExpertGroups, group
-from kernels.triton.layer import check_ids, check_inputs
+from kernels.triton.layer import check_ids, check_inputs, check_masters, needs_gradient
 from kernels.triton.operand import BLOCK
 from kernels.triton.ops import show_rows, used_rows
 from kernels.triton.permute import permute
@@ -141,11 +141,8 @@ def expert_layer(
     FP32 sums; those of BF16 ones are rounded to BF16 once.
     """
     check_inputs(x, topk_ids, topk_weights, prepared, spec)
-    for name, master, matrix in (("w13", w13, prepared.w13), ("w2", w2, prepared.w2)):
-        if master.shape != matrix.shape:
-            expected = tuple(matrix.shape)
-            raise ValueError(f"{name} must be {expected} as it was prepared, got {tuple(master.shape)}")
-    if not (torch.is_grad_enabled() and any(t.requires_grad for t in (x, topk_weights, w13, w2))):
+    check_masters(w13, w2, prepared)
+    if not needs_gradient(x, topk_weights, w13, w2):
         return forward(x, topk_ids, topk_weights, prepared, spec, guard).to(x.dtype)
     check_ids(topk_ids, len(w13), guard)
     return _ExpertLayer.apply(x, topk_ids, topk_weights, w13, w2, prepared)
