@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +22,7 @@ class Packing:
     sequences: torch.Tensor
     positions: torch.Tensor
     longest: int
+    _known: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict, init=False, repr=False)
 
     @classmethod
     def of(cls, lengths: torch.Tensor) -> Packing:
@@ -33,24 +34,25 @@ class Packing:
 
     def pack(self, padded: torch.Tensor) -> torch.Tensor:
         """[B, S, ...] -> [T, ...]"""
-        width = padded.shape[1]
-        return rearrange(padded.flatten(0, 1), self._places(width), self._tokens(width))
+        places, tokens = self._moves(padded.shape[1])
+        return rearrange(padded.flatten(0, 1), places, tokens)
 
     def unpack(self, packed: torch.Tensor, padding: float = 0) -> torch.Tensor:
         """[T, ...] -> [B, longest, ...], with `padding` behind each sequence."""
-        width = self.longest
-        rows = rearrange(packed, self._tokens(width), self._places(width), padding)
-        return rows.unflatten(0, (len(self.lengths), width))
+        places, tokens = self._moves(self.longest)
+        rows = rearrange(packed, tokens, places, padding)
+        return rows.unflatten(0, (len(self.lengths), self.longest))
 
-    def _places(self, width: int) -> torch.Tensor:
-        """int64 [T], of each token: its place in rows of `width`."""
-        return self.sequences * width + self.positions
-
-    def _tokens(self, width: int) -> torch.Tensor:
-        """int64 [B * width], of each place in such rows: its token; negative for padding."""
-        position = torch.arange(width, device=self.lengths.device)
-        starts = (self.lengths.cumsum(0) - self.lengths)[:, None]
-        return torch.where(position < self.lengths[:, None], starts + position, -1).flatten()
+    def _moves(self, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """int64 [T], of each token its place in rows of `width`; int64 [B * width], of each such place its token,
+        negative for padding. Made once: every layer asks.
+        """
+        if width not in self._known:
+            position = torch.arange(width, device=self.lengths.device)
+            starts = (self.lengths.cumsum(0) - self.lengths)[:, None]
+            tokens = torch.where(position < self.lengths[:, None], starts + position, -1).flatten()
+            self._known[width] = self.sequences * width + self.positions, tokens
+        return self._known[width]
 
     def before(self, mask: torch.Tensor) -> torch.Tensor:
         """bool [B, S] -> int64: the packed place of the token ahead of each token in `mask`, row after row. No sequence
