@@ -89,13 +89,13 @@ class GroupedBf16Backend:
         return not spec.strict and _computes("kernels.triton.plain_layer", spec)
 
     def quantize_activation(self, x: torch.Tensor, spec: QuantizerSpec) -> QuantizedTensor:
-        raise NotImplementedError(f"{self.name} has no quantiser")
+        raise ValueError(f"{self.name} computes specs without quantisers alone")
 
     def quantize_weight(self, weight: torch.Tensor, spec: QuantizerSpec, *, halves: bool) -> QuantizedTensor:
-        raise NotImplementedError(f"{self.name} has no quantiser")
+        raise ValueError(f"{self.name} computes specs without quantisers alone")
 
     def stored_scales(self, quantized: QuantizedTensor, spec: QuantizerSpec) -> torch.Tensor | None:
-        raise NotImplementedError(f"{self.name} has no quantiser")
+        raise ValueError(f"{self.name} computes specs without quantisers alone")
 
     def forward(
         self,
