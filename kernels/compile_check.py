@@ -93,6 +93,7 @@ def compilations() -> Iterator[Compilation]:
     for target in TARGETS:
         yield from _products(target)
         yield from _quantisers(target)
+        yield from _outside_experts(target)
 
 
 def _products(target: int) -> Iterator[Compilation]:
@@ -231,6 +232,40 @@ def _per_tensor(target: int) -> Iterator[Compilation]:
         yield Compilation(
             f"per tensor, {name}", target, _quantize_tile, types, constants, options, None, True
         )
+
+
+def _outside_experts(target: int) -> Iterator[Compilation]:
+    from kernels.triton import dense, rms_norm, rotary
+
+    types = {
+        "x": "*bf16",
+        "cosines": "*bf16",
+        "sines": "*bf16",
+        "out": "*bf16",
+        "count": "i32",
+        "stride": "i32",
+    }
+    for back in (False, True):
+        constants: dict[str, Any] = {"HEADS": 32, "HALF": 64, "VECTORS": 32, "BACK": back}
+        options = {"enable_fp_fusion": False}
+        name = f"rotary positions{', gradient' if back else ''}"
+        yield Compilation(name, target, rotary._rotate, types, constants, options, None, True)
+    constants = {"WIDTH": HIDDEN, "PADDED": HIDDEN, "ROWS": 2}
+    types = {
+        "x": "*bf16",
+        "weight": "*bf16",
+        "normed": "*bf16",
+        "inverse": "*fp32",
+        "rows": "i32",
+        "eps": "fp32",
+    }
+    yield Compilation("RMS norm", target, rms_norm._forward, types, constants, {})
+    types = {"d_normed": "*bf16", "x": "*bf16", "weight": "*bf16", "inverse": "*fp32", "d_x": "*bf16"}
+    types |= {"sums": "*fp32", "rows": "i32", "blocks": "i32"}
+    yield Compilation("RMS norm, gradient", target, rms_norm._backward, types, constants, {})
+    types = {"values": "*fp32", "ids": "*i64", "dense": "*fp32", "tokens": "i32"}
+    constants = {"EXPERTS": EXPERTS, "PADDED": EXPERTS, "TOP_K": TOP_K, "TOKENS": 32}
+    yield Compilation("gradient of a choice", target, dense._to_experts, types, constants, {})
 
 
 def report(evidence: Evidence) -> tuple[str, ...]:

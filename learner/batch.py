@@ -96,24 +96,26 @@ class TrainBatch:
 
 
 def cut(lengths: torch.Tensor, max_tokens: int) -> list[torch.Tensor]:
-    """Rows (int64) of each micro-batch: sorted by length, longest first, ties in the given order, then filled
-    greedily while (rows) x (longest length) stays within `max_tokens`.
+    """Rows (int64) of each micro-batch, of at most `max_tokens` tokens together, padding not counted.
 
-    Raises ValueError when a single sequence is longer than `max_tokens`.
+    First fit decreasing: longest first, ties in the given order, each into the first micro-batch that has room. Raises
+    ValueError when a single sequence is longer than `max_tokens`.
     """
-    order = torch.sort(lengths, descending=True, stable=True).indices
-    groups = []
-    start = 0
-    while start < len(order):
-        longest = int(lengths[order[start]])
-        if longest > max_tokens:
+    order = torch.sort(lengths, descending=True, stable=True)
+    groups: list[list[int]] = []
+    room: list[int] = []
+    for row, length in zip(order.indices.tolist(), order.values.tolist(), strict=True):
+        if length > max_tokens:
             raise ValueError(
-                f"a sequence of {longest} tokens does not fit into micro_batch_tokens={max_tokens}"
+                f"a sequence of {length} tokens does not fit into micro_batch_tokens={max_tokens}"
             )
-        stop = start + max_tokens // longest
-        groups.append(order[start:stop])
-        start = stop
-    return groups
+        found = next((number for number, left in enumerate(room) if left >= length), len(groups))
+        if found == len(groups):
+            groups.append([])
+            room.append(max_tokens)
+        groups[found].append(row)
+        room[found] -= length
+    return [torch.tensor(group) for group in groups]
 
 
 def check_sequences(tokens: torch.Tensor, lengths: torch.Tensor, loss_mask: torch.Tensor) -> None:

@@ -31,7 +31,7 @@ class LearnerConfig:
     weight_decay: float = 0.0  # decoupled, never on norms
     grad_clip: float = 1.0  # largest global L2 norm of the gradient; 0 means no clipping
     warmup_steps: int = 0  # steps over which the learning rate rises linearly to `lr`
-    micro_batch_tokens: int = 8192  # in one micro-batch, padding counted, which attention alone sees
+    micro_batch_tokens: int = 8192  # in one micro-batch, at most
     logits_bytes: int = 256 * 1024 * 1024  # bound on one chunk of FP32 logits
     offload: bool = False  # while samplers are at work, weights and optimiser wait in the host's memory
     data_parallel: int = 1  # replicas that share out each mini-batch; see `learner.layout` for these four

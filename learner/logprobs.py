@@ -162,7 +162,7 @@ def _scores(
         # 0 in place of -inf where the probability is 0: their product must be 0.
         surprise = distribution if kept is None else distribution.masked_fill(~kept, 0.0)
         entropy = -(distribution.exp() * surprise).sum(-1)
-    return TokenScores(distribution.gather(1, ids.unsqueeze(1)).squeeze(1), entropy, outside)
+    return TokenScores(-F.nll_loss(distribution, ids, reduction="none"), entropy, outside)
 
 
 def nucleus(logits: torch.Tensor, top_p: float) -> torch.Tensor:

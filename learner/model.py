@@ -16,6 +16,7 @@ from torch import nn
 from kernels.precision_map import PrecisionMap
 from kernels.routing import NO_ROUTE
 from kernels.strict.output import OutputLayer
+from learner.attention import AttentionInput, CausalAttention
 from learner.dense import DenseModules
 from learner.families.architecture import Architecture
 from learner.layout import Layout, Place
@@ -28,10 +29,12 @@ from learner.megatron_api import (
     gather_from_sequence_parallel_region,
     get_gpt_layer_local_spec,
 )
-from learner.modules import CausalAttention, RecomputedLayer, Rotary, Router
+from learner.modules import RecomputedLayer
 from learner.moe import Experts, SpecifiedMoELayer
 from learner.packing import Packing
 from learner.replay import RouteReplay, replayed
+from learner.rotary import RotaryAngles
+from learner.router import Router
 from learner.strict import Part, StrictRouter, make_attention_strict, strict_norm
 
 
@@ -72,7 +75,7 @@ class Trunk(GPTModel):
             )
         self.place = place
         self.own_layers = place.layers(architecture)
-        self.rotary_pos_emb = Rotary(
+        self.rotary_pos_emb = RotaryAngles(
             kv_channels=architecture.head_dim,
             rotary_percent=1.0,
             rotary_base=architecture.rope_theta,
@@ -90,14 +93,12 @@ class Trunk(GPTModel):
         routes: integer [T, layers, k], the experts to take (see `learner.replay`).
         """
         missing = -len(tokens) % self.place.layout.tensor
-        positions = F.pad(packing.positions, (0, missing))
-        rotary = None  # under a strict spec attention sees to it
+        rotary = None
         if self.strict is None:
-            rotary = self.rotary_pos_emb(packing.longest).to(tokens.device)[positions]
+            rotary = self.rotary_pos_emb.at(packing.positions, packing.longest, self.config.params_dtype)
         embedded = self._embedded(F.pad(tokens, (0, missing))) if self.place.first_stage else None
         with replayed(self.route_replays(), self._own_routes(routes, missing)):
-            # Megatron hands the mask on to the core attention as it is.
-            hidden = self.decoder(hidden_states=embedded, attention_mask=packing, rotary_pos_emb=rotary)
+            hidden = self.decoder(hidden_states=embedded, attention_mask=AttentionInput(packing, rotary))
         if not self.place.last_stage:
             return hidden
         return self._all_tokens(hidden.squeeze(1))[: len(tokens)]

@@ -17,7 +17,6 @@ from kernels import backends
 from kernels.experts import TORCH_TYPE, ExpertWeights, StoredLayout
 from kernels.guard import NonFiniteGuard
 from kernels.quantizer_spec import Rounding
-from kernels.routing import sort_slots
 from kernels.slots import slot_spec
 from kernels.spec import ExecutionSpec
 from learner.dispatch import expert_parallel
@@ -32,27 +31,15 @@ from learner.megatron_api import (
 )
 
 
-def top_k_slots(
-    probs: torch.Tensor, routing_map: torch.Tensor, top_k: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The chosen experts of each token, in the order of `kernels.routing.sort_slots`.
-
-    probs: float32 [T, E]; routing_map: bool [T, E] with `top_k` True in each row. Returns ids int64 [T, k]
-    and coefficients float32 [T, k], differentiable in `probs`.
-    """
-    ids = routing_map.byte().argsort(dim=-1, descending=True, stable=True)[:, :top_k]
-    return sort_slots(ids, probs.gather(1, ids))
-
-
 class InPlaceDispatcher(MoETokenDispatcher):
-    """Keeps tokens where they are, and turns Megatron's routing map into top-k slots."""
+    """Keeps tokens where they are; `learner.router` has given experts and coefficients of each slot."""
 
     def dispatch_preprocess(
         self, tokens: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         self.shape = tokens.shape
-        self.topk_ids, topk_weights = top_k_slots(probs, routing_map, self.config.moe_router_topk)
-        return tokens.reshape(-1, tokens.shape[-1]), topk_weights
+        self.topk_ids = routing_map
+        return tokens.reshape(-1, tokens.shape[-1]), probs
 
     def token_dispatch(
         self, hidden_states: torch.Tensor, probs: torch.Tensor

@@ -185,14 +185,14 @@ class Optimizer:
 
         def accumulate(source: torch.Tensor) -> None:
             assert source.grad is not None
-            gradient = source.grad.float()
-            source.grad = None
-            if master is not None:
-                master.grad = gradient if master.grad is None else master.grad.add_(gradient)
-            elif name in self.gradients:
-                self.gradients[name].add_(gradient)
+            gradient, source.grad = source.grad, None
+            total = self.gradients.get(name) if master is None else master.grad
+            if total is not None:
+                total.add_(gradient)  # widened on the way
+            elif master is None:
+                self.gradients[name] = gradient.float()
             else:
-                self.gradients[name] = gradient
+                master.grad = gradient.float()
 
         return accumulate
 

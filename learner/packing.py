@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
@@ -31,6 +32,11 @@ class Packing:
         starts = lengths.cumsum(0) - lengths
         positions = torch.arange(len(sequences), device=lengths.device) - starts[sequences]
         return cls(lengths, sequences, positions, int(lengths.max()))
+
+    @cached_property
+    def bounds(self) -> torch.Tensor:
+        """int32 [B + 1]: sequence b is tokens bounds[b] to bounds[b + 1]."""
+        return F.pad(self.lengths.cumsum(0), (1, 0)).int()
 
     def pack(self, padded: torch.Tensor) -> torch.Tensor:
         """[B, S, ...] -> [T, ...]"""

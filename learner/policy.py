@@ -309,7 +309,7 @@ class Policy(Trainable):
         bad = int((~torch.isfinite(scored.logp)).sum())
         if bad:
             self._problems.append(f"{bad} of {len(scored.logp)} log-probabilities are not finite")
-        return TokenScores(*(part.new_zeros(mask.shape).index_put((mask,), part) for part in scored))
+        return TokenScores(*(part.new_zeros(mask.shape).masked_scatter(mask, part) for part in scored))
 
     def _routes_shape(self, tokens: torch.Tensor) -> tuple[int, ...]:
         return (*tokens.shape, self.architecture.layers, self.architecture.experts_per_token)

@@ -8,18 +8,16 @@ of the experts that are replayed, normalised as the router normalises those of i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 import torch
 
 from kernels.routing import NO_ROUTE
 
-TopK = Callable[..., tuple[torch.Tensor, torch.Tensor]]
-
 
 class RouteReplay:
-    """Chooses the experts of one router; Megatron's routers ask the object in their `router_replay`.
+    """Says which experts one router takes.
 
     routes: integer [T, k], the experts of the next forward pass; NO_ROUTE: the router's own choice. None: all its own.
     own: int64 [T, k], what the router itself would have taken in the last one.
@@ -40,26 +38,15 @@ class RouteReplay:
         finally:
             self.routes = before
 
-    def get_replay_topk(
-        self,
-        scores: torch.Tensor,
-        topk: int,
-        num_groups: int | None,
-        group_topk: int | None,
-        default_compute_topk: TopK,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Scores and expert ids, both [T, k], out of `scores` [T, E]; see Megatron's `RouterReplay`."""
-        own_scores, self.own = default_compute_topk(scores, topk, num_groups, group_topk)
-        if self.routes is None:
-            self._count(self.own, scores.shape[1])
-            return own_scores, self.own
-        ids = torch.where(self.routes == NO_ROUTE, self.own, self.routes)
-        self._count(ids, scores.shape[1])
-        return scores.gather(1, ids), ids
-
-    def _count(self, ids: torch.Tensor, experts: int) -> None:
-        taken = torch.bincount(ids.flatten(), minlength=experts)
-        self.load = taken if self.load is None else self.load + taken
+    def choose(self, own: torch.Tensor, experts: int) -> torch.Tensor:
+        """Of the router's own choice out of so many experts, int64 [T, k], what is taken, [T, k]."""
+        self.own = own
+        taken = own if self.routes is None else torch.where(self.routes == NO_ROUTE, own, self.routes)
+        # Compared, as a histogram would make the host wait for a GPU.
+        every = torch.arange(experts, device=taken.device)
+        load = (taken[..., None] == every).sum((0, 1))
+        self.load = load if self.load is None else self.load + load
+        return taken
 
 
 @contextmanager

@@ -11,11 +11,13 @@ from typing import Any
 import torch
 
 from kernels.model_spec import ModelSpec
+from kernels.routing import sort_slots
 from kernels.strict.attention import attention
 from kernels.strict.linear import Weight, linear
 from kernels.strict.norm import rms_norm
 from kernels.strict.rotary import RotaryTable
 from kernels.strict.router import route
+from learner.attention import AttentionInput
 from learner.families.architecture import Architecture
 from learner.megatron_api import (
     ColumnParallelLinear,
@@ -24,8 +26,8 @@ from learner.megatron_api import (
     RowParallelLinear,
     TransformerConfig,
 )
-from learner.modules import RMSNorm, Router
-from learner.packing import Packing
+from learner.modules import RMSNorm
+from learner.router import Router
 
 
 def strict_norm(model: ModelSpec) -> ModuleSpec:
@@ -33,9 +35,7 @@ def strict_norm(model: ModelSpec) -> ModuleSpec:
 
 
 def make_attention_strict(layer: ModuleSpec, architecture: Architecture, model: ModelSpec) -> None:
-    """Replace the parts of Megatron's layer spec outside the MoE layer. Rotary positions move into the core attention:
-    `TransformerBlock` must be given none.
-    """
+    """Replace the parts of Megatron's layer spec outside the MoE layer."""
     parts = layer.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = strict_norm(model)
     own = parts.self_attention.submodules
@@ -115,13 +115,11 @@ class StrictAttention(MegatronModule):
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        attention_mask: Packing,
+        attention_mask: AttentionInput,
         **_: Any,
     ) -> torch.Tensor:
-        """query [T, 1, heads, D], key and value [T, 1, groups, D] -> [T, 1, heads * D]; attention_mask: which of the
-        packed tokens are one sequence.
-        """
-        packing = attention_mask
+        """query [T, 1, heads, D], key and value [T, 1, groups, D] -> [T, 1, heads * D]"""
+        packing = attention_mask.packing
         query, key = (self.rotary.rotate(x.squeeze(1), packing.positions) for x in (query, key))
         parts = (packing.unpack(x) for x in (query, key, value.squeeze(1)))
         first = torch.zeros_like(packing.lengths)
@@ -145,13 +143,12 @@ class StrictRouter(Router):
         return linear(input, self.weight, self.form, self.model.linear, torch.float32)
 
     def routing(self, logits: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """float32 [..., E] -> coefficients float32 [T, E], zero where not chosen, and the choice bool [T, E]."""
+        """As `Router.routing`."""
         logits = logits.view(-1, self.config.num_moe_experts)
         renormalize = not self.config.moe_router_pre_softmax
         ids, coefficients = route(logits, self.topk, renormalize, self.model.router)
-        self.router_replay.own = ids
-        chosen = torch.zeros_like(logits, dtype=torch.bool).scatter(1, ids, True)
-        return torch.zeros_like(logits).scatter(1, ids, coefficients), chosen
+        ids, coefficients = sort_slots(self.router_replay.choose(ids, logits.shape[1]), coefficients)
+        return coefficients, ids
 
 
 Part = StrictRMSNorm | StrictColumnLinear | StrictRowLinear | StrictAttention | StrictRouter

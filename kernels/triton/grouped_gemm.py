@@ -58,7 +58,7 @@ def grouped_gemm(
         a_scales = _scale_tiles(operand.block_scales, tile.rows, tile.depth, width)
         w_scales = _scale_tiles(weight.block_scales, tile.columns, tile.depth, width)
     assert a is not None and w is not None
-    programs = _processors(out.device) * tile.programs_per_processor
+    programs = processors(out.device) * tile.programs_per_processor
     grouped_product[(programs,)](
         TensorDescriptor.from_tensor(a, [tile.rows, depth]),
         a_scales,
@@ -119,7 +119,8 @@ def as_stored(out: torch.Tensor) -> torch.Tensor:
 
 
 @functools.cache
-def _processors(device: torch.device) -> int:
+def processors(device: torch.device) -> int:
+    """Of a GPU; in the interpreter a number that shares work out."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
 
 

@@ -1,8 +1,8 @@
 """Bytes of what autograd saves in the learner's forward pass, and of what is made on the way.
 
 Counted operation by operation from `learner.model`, `learner.modules`, `learner.moe` and `kernels.autograd`; the tests
-compare with what autograd does save. T tokens are packed without padding; attention alone sees them padded, which is
-bounded by `micro_batch_tokens` as well.
+compare with what autograd does save on a CPU. T tokens are packed without padding; attention alone sees them padded,
+and that not in 16 bits on a GPU.
 """
 
 from __future__ import annotations
@@ -22,11 +22,28 @@ _SIZE = {"float32": 4, "bfloat16": 2}
 def layer_bytes_per_token(
     model: Architecture, spec: ExecutionSpec, dtype: str, *, gpu: bool, padding: float = 1.0, tensor: int = 1
 ) -> float:
-    """Saved by one decoder layer under `spec`. padding: padded tokens a token, in attention; tensor: ranks
-    that share out heads, and, outside attention, tokens (sequence parallelism).
+    """Saved by one decoder layer under `spec`. padding: padded tokens a token, in attention that sees padding; tensor:
+    ranks that share out heads, and, outside attention, tokens (sequence parallelism).
     """
     e, hidden = _SIZE[dtype], model.hidden
+    packed = gpu and dtype == "bfloat16"
+    attention = _packed_attention(model, e) if packed else _padded_attention(model, dtype, padding, gpu)
+    # Norms, the input of the query-key-value projection, and that of the router, widened.
+    elsewhere = 2 * _norm(hidden, 1, e, gpu) + e * hidden + (0 if packed else 4 * hidden)
+    return (attention + elsewhere + _moe_bytes(model, spec)) / tensor
+
+
+def _packed_attention(model: Architecture, e: int) -> float:
+    """Queries and keys before and after the norm of heads; the projection's output, for the values in it; the output of
+    attention, which is the next projection's input, and its log-sum-exp.
+    """
     queries, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
+    norms = _norm(queries, model.heads, e, True) + _norm(keys, model.kv_heads, e, True)
+    return (norms if model.qk_norm else 0) + e * (3 * queries + 3 * keys) + 4 * model.heads
+
+
+def _padded_attention(model: Architecture, dtype: str, padding: float, gpu: bool) -> float:
+    e, queries, keys = _SIZE[dtype], model.heads * model.head_dim, model.kv_heads * model.head_dim
     attention = (
         4 * e * model.head_dim  # sines and cosines, for queries and keys
         + padding * (e * (2 * queries + 2 * keys) + 4 * model.heads)  # q, k, v, output, and its log-sum-exp
@@ -36,10 +53,7 @@ def layer_bytes_per_token(
         attention += _norm(queries, model.heads, e, gpu) + _norm(keys, model.kv_heads, e, gpu)
         if gpu or dtype == "float32":  # saved without a conversion, the keys are a view of all three
             attention += e * (queries + keys)
-    elsewhere = (
-        2 * _norm(hidden, 1, e, gpu) + e * hidden
-    )  # norms, and the input of the query-key-value projection
-    return (attention + elsewhere + _moe_bytes(model, spec)) / tensor
+    return attention
 
 
 def _norm(width: int, vectors: int, e: int, gpu: bool) -> int:
@@ -50,13 +64,10 @@ def _norm(width: int, vectors: int, e: int, gpu: bool) -> int:
 
 
 def _moe_bytes(model: Architecture, spec: ExecutionSpec) -> int:
-    """Router and experts. The router computes in FP32; experts save what they compute in the spec's operand type."""
-    k, experts, hidden, ffn = model.experts_per_token, model.experts, model.hidden, model.expert_ffn
-    router = 4 * hidden  # its input in FP32
-    router += (8 + 4) * experts + (
-        8 + 4
-    ) * k  # sorted routing map, coefficients; chosen experts and their softmax
-    router += (8 + 4 + 4) * k  # slots: ids, and coefficients before and after they are sorted
+    """The router's choice and the experts, which save what they compute in the spec's operand type."""
+    k, hidden, ffn = model.experts_per_token, model.hidden, model.expert_ffn
+    router = (8 + 4) * k  # experts and coefficients of the slots
+    router += 0 if model.renormalize_router else 4 * model.experts  # a softmax over all
     slot = 2 * ffn + ffn  # FC1 and SwiGLU
     if spec.router_position is RouterPosition.FC2_OUTPUT:
         slot += hidden  # FC2, for the gradient of the coefficient that multiplies it

@@ -100,7 +100,7 @@ def make_batch() -> TrainBatch:
 
 def settings(layout: dict[str, Any], dtype: str = "float32") -> LearnerConfig:
     """Gradients are clipped; a large eps keeps AdamW from blowing the rounding of small gradients up."""
-    common = {"lr": 1e-3, "grad_clip": 0.05, "eps": 1e-2, "micro_batch_tokens": 36, "weight_decay": 0.1}
+    common = {"lr": 1e-3, "grad_clip": 0.05, "eps": 1e-2, "micro_batch_tokens": 30, "weight_decay": 0.1}
     return LearnerConfig(**common, dtype=dtype, **layout)
 
 

@@ -20,19 +20,25 @@ def make_batch(lengths: list[int]) -> TrainBatch:
     return TrainBatch(tokens, tensor, mask, logp, logp + 0.5, torch.arange(float(count)), **parts)
 
 
-@given(st.lists(st.integers(1, 40), min_size=1, max_size=30), st.integers(40, 200))
+LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=30)
+
+
+@given(LENGTHS, st.integers(40, 200))
 def test_every_row_is_in_one_micro_batch_that_fits(lengths: list[int], limit: int) -> None:
     groups = cut(torch.tensor(lengths), limit)
     assert sorted(torch.cat(groups).tolist()) == list(range(len(lengths)))
     for group in groups:
-        assert len(group) * max(lengths[row] for row in group.tolist()) <= limit
+        assert sum(lengths[row] for row in group.tolist()) <= limit
 
 
-@given(st.lists(st.integers(1, 40), min_size=1, max_size=30), st.integers(40, 200))
-def test_a_micro_batch_is_closed_only_when_the_next_row_does_not_fit(lengths: list[int], limit: int) -> None:
-    groups = cut(torch.tensor(lengths), limit)
-    for group in groups[:-1]:
-        assert (len(group) + 1) * max(lengths[row] for row in group.tolist()) > limit
+@given(LENGTHS, st.integers(40, 200))
+def test_no_row_fits_into_a_micro_batch_before_its_own(lengths: list[int], limit: int) -> None:
+    groups = [[lengths[row] for row in group.tolist()] for group in cut(torch.tensor(lengths), limit)]
+    for number, group in enumerate(groups):
+        assert group == sorted(group, reverse=True)
+        for length in group:
+            earlier = [sum(other for other in before if other >= length) for before in groups[:number]]
+            assert all(filled + length > limit for filled in earlier)
 
 
 def test_a_sequence_longer_than_a_micro_batch_is_refused() -> None:
@@ -43,7 +49,7 @@ def test_a_sequence_longer_than_a_micro_batch_is_refused() -> None:
 def test_micro_batches_hold_the_rows_cropped_to_the_longest() -> None:
     batch = make_batch([3, 8, 2, 5])
     parts = batch.micro_batches(10)
-    assert [part.lengths.tolist() for part in parts] == [[8], [5, 3], [2]]
+    assert [part.lengths.tolist() for part in parts] == [[8, 2], [5, 3]]
     second = parts[1]
     assert torch.equal(second.tokens, batch.tokens[[3, 0], :5])
     assert torch.equal(second.loss_mask, batch.loss_mask[[3, 0], :5])

@@ -1,11 +1,16 @@
-"""The learner on a GPU under the specifications that `minite` is compared with."""
+"""The learner on a GPU: under the specifications that `minite` is compared with, and its parts outside the experts."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
+from learner import attention
 from learner.config import ObjectiveConfig
+from learner.megatron_api import TransformerConfig
+from learner.modules import RMSNorm
+from learner.packing import Packing
+from learner.rotary import Rotary, rotate
 from tests.learner.conftest import MakeFolder, Sequences
 from tests.learner.test_policy import make_batch, make_policy, weights
 
@@ -43,3 +48,42 @@ def test_scores_are_near_those_of_the_reference(
     )
     far = (own.logp - reference.logp)[sequences[2]].abs()
     assert far.median() < (0.02 if spec == "bf16" else 0.2)
+
+
+def test_packed_attention_is_padded_attention() -> None:
+    """FlashAttention over packed sequences against FP64 over each alone, forward and gradient."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.tensor([1, 70, 3, 130])
+    packing = Packing.of(lengths.to(DEVICE))
+    whole = torch.randn(int(lengths.sum()), 2, 3, 64, generator=generator).bfloat16().to(DEVICE)
+    q = torch.randn(len(whole), 8, 64, generator=generator).bfloat16().to(DEVICE).requires_grad_()
+    k, v = (whole[:, part, :2].requires_grad_() for part in range(2))  # views of a wider matrix
+    gradient = torch.randn(q.shape, generator=generator).bfloat16().to(DEVICE)
+    mixed = attention._flash(q, k, v, packing, None)
+    found = torch.autograd.grad(mixed, (q, k, v), gradient)
+    exact = [tensor.detach().double().requires_grad_() for tensor in (q, k, v)]
+    expected = attention._padded(*exact, packing, None)
+    grads = torch.autograd.grad(expected, exact, gradient.double())
+    for own, other in zip((mixed, *found), (expected, *grads), strict=True):
+        assert (own.double() - other).norm() < 4e-3 * other.norm()
+
+
+def test_norms_and_rotary_positions_are_those_of_torch() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, gradient = (torch.randn(40, 6, 128, generator=generator).bfloat16().to(DEVICE) for _ in range(2))
+    norm = RMSNorm(TransformerConfig(num_layers=1, hidden_size=128, num_attention_heads=1), 128, 1e-6)
+    norm.weight = torch.nn.Parameter(torch.rand(128, generator=generator).bfloat16().to(DEVICE))
+    leaf = x.clone().requires_grad_()
+    normed = norm(leaf)
+    expected = torch.nn.functional.rms_norm(leaf.float(), (128,), norm.weight.float(), 1e-6)
+    for own, other in zip(
+        (normed, *torch.autograd.grad(normed, (leaf, norm.weight), gradient)),
+        (expected, *torch.autograd.grad(expected, (leaf, norm.weight), gradient.float())),
+        strict=True,
+    ):
+        torch.testing.assert_close(own.float(), other.float(), rtol=2**-7, atol=1e-3)
+    angles = torch.rand(40, 64, generator=generator).to(DEVICE) * 6
+    rotary = Rotary(angles.cos().bfloat16(), angles.sin().bfloat16())
+    first, second = x.chunk(2, -1)
+    cosines, sines = (torch.cat((t, t), -1)[:, None] for t in (rotary.cosines, rotary.sines))
+    assert torch.equal(rotate(x, rotary), x * cosines + torch.cat((-second, first), -1) * sines)

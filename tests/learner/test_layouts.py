@@ -222,7 +222,7 @@ def test_the_cases_are_not_trivial(alone: dict[str, Any]) -> None:
     assert len({part.totals.tokens for part in shares}) == len({part.totals.rows for part in shares}) == 2
     assert len({alone[case]["metrics"]["loss"] for case in ("token_mean", "everything", "dr_grpo")}) == 3
     assert alone["everything"]["scores"]["outside_nucleus"].any()
-    passes = [share(batch.lengths, 36, rank, 2, lockstep=True) for rank in range(2)]
+    passes = [share(batch.lengths, 30, rank, 2, lockstep=True) for rank in range(2)]
     assert len(passes[0]) == len(passes[1]) and any(one.idle for own in passes for one in own)
 
 

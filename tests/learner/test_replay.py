@@ -10,14 +10,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
 
 from kernels.routing import NO_ROUTE
 from learner import convert
 from learner.batch import TrainBatch
 from learner.config import ObjectiveConfig
 from learner.policy import Policy
-from learner.replay import RouteReplay, check_routes
+from learner.replay import check_routes
 from tests.learner.conftest import LAYERS, MODELS, MakeFolder, Sequences, config, hidden_states, precision_map
 from tests.learner.experts_taken import experts_taken
 from tests.learner.test_parity import logits, relative, transformers_model
@@ -153,35 +152,6 @@ def routed(routes: torch.Tensor, renormalised: bool) -> Callable[..., Any]:
         return scores, weights / weights.sum(-1, keepdim=True) if renormalised else weights, ids
 
     return forward
-
-
-@pytest.mark.parametrize("pre_softmax", [False, True])
-def test_gradients_of_the_coefficients_against_finite_differences(pre_softmax: bool) -> None:
-    replay = RouteReplay()
-    replay.routes = torch.tensor([[4, 1], [0, 3], [NO_ROUTE, NO_ROUTE]])
-
-    def coefficients(scores: torch.Tensor) -> torch.Tensor:
-        return topk_routing_with_score_function(
-            scores,
-            2,
-            use_pre_softmax=pre_softmax,
-            router_replay=replay,  # type: ignore[arg-type]
-        )[0]
-
-    scores = torch.randn(3, 5, generator=torch.Generator().manual_seed(0))
-    found = coefficients(scores)
-    assert found[:2].nonzero().tolist() == [[0, 1], [0, 4], [1, 0], [1, 3]]
-    exact = scores.softmax(-1)
-    if not pre_softmax:
-        assert found.sum(-1).tolist() == pytest.approx([1, 1, 1])
-        exact = exact / exact.gather(
-            1, torch.tensor([[4, 1], [0, 3], scores[2].topk(2).indices.tolist()])
-        ).sum(-1, True)
-    torch.testing.assert_close(found[found != 0], exact[found != 0])
-    # Megatron computes them in float32 whatever the type: steps and tolerances are wide.
-    assert torch.autograd.gradcheck(
-        coefficients, scores.double().requires_grad_(), eps=1e-2, atol=1e-3, rtol=1e-2
-    )
 
 
 def test_micro_batches_do_not_matter(model_folder: MakeFolder, sequences: Sequences) -> None:

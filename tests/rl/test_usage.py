@@ -89,16 +89,13 @@ def test_load_of_experts():
 
 
 def test_routers_count_what_they_take_until_they_are_asked():
-    def top_k(scores: torch.Tensor, k: int, *_: object) -> tuple[torch.Tensor, torch.Tensor]:
-        return tuple(scores.topk(k))
-
     replays = [RouteReplay(), RouteReplay()]
     assert take_load(replays) is None
-    scores = torch.tensor([[0.5, 0.3, 0.2], [0.1, 0.2, 0.7]])
+    own = torch.tensor([[0, 1], [2, 1]])
     for replay in replays:
-        replay.get_replay_topk(scores, 2, None, None, top_k)
+        replay.choose(own, 3)
     replays[1].routes = torch.tensor([[0, 2], [-1, -1]])
-    replays[1].get_replay_topk(scores, 2, None, None, top_k)
+    assert replays[1].choose(own, 3).tolist() == [[0, 2], [2, 1]]
     load = take_load(replays)
     assert load is not None
     assert load.tolist() == [[1, 2, 1], [2, 3, 3]]
