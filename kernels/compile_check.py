@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 TARGETS = (90, 100, 103)
-HIDDEN, FFN, TOP_K, EXPERTS = 2048, 768, 8, 128  # Qwen3-30B-A3B
+HIDDEN, FFN, TOP_K, EXPERTS, VOCAB = 2048, 768, 8, 128, 151936  # Qwen3-30B-A3B
 
 _WGMMA = r"wgmma\.mma_async"
 _FP4 = r"tcgen05\.mma\S*kind::mxf4nvf4\S*block_scale"
@@ -235,7 +235,7 @@ def _per_tensor(target: int) -> Iterator[Compilation]:
 
 
 def _outside_experts(target: int) -> Iterator[Compilation]:
-    from kernels.triton import dense, rms_norm, rotary
+    from kernels.triton import dense, rms_norm, rotary, token_scores
 
     types = {
         "x": "*bf16",
@@ -266,6 +266,19 @@ def _outside_experts(target: int) -> Iterator[Compilation]:
     types = {"values": "*fp32", "ids": "*i64", "dense": "*fp32", "tokens": "i32"}
     constants = {"EXPERTS": EXPERTS, "PADDED": EXPERTS, "TOP_K": TOP_K, "TOKENS": 32}
     yield Compilation("gradient of a choice", target, dense._to_experts, types, constants, {})
+    types = {
+        "logits": "*fp32",
+        "ids": "*i64",
+        "entropy": "*fp32",
+        "normalizer": "*fp32",
+        "temperature": "fp32",
+    }
+    constants = {"VOCAB": VOCAB, "UNIT": False, "BLOCK": 4096}
+    own = types | {"logp": "*fp32"}
+    yield Compilation("scores of tokens", target, token_scores._statistics, own, constants, {"num_warps": 8})
+    types |= {"d_logp": "*fp32", "d_entropy": "*fp32", "terms": "*bf16", "rows": "i32"}
+    constants = constants | {"ENTROPY": True, "BLOCK": 2048}
+    yield Compilation("scores of tokens, gradient", target, token_scores._gradient, types, constants, {})
 
 
 def report(evidence: Evidence) -> tuple[str, ...]:

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from kernels.strict.output import OutputLayer
+from learner.output_layer import scored_tokens
 from learner.widened import widened_product
 
 
@@ -84,6 +85,10 @@ def token_scores(
         raise ValueError(f"a strict spec has neither a nucleus (top_p={top_p}) nor a part of the vocabulary")
     parts = 1 if part is None or top_p == 1 else part.parts  # which a nucleus needs together
     rows = max(1, logits_bytes // (4 * parts * output_weight.shape[0]))
+    plain = part is None and strict is None and top_p == 1
+    if plain and hidden.is_cuda and hidden.dtype is output_weight.dtype is torch.bfloat16:
+        found = scored_tokens(hidden, output_weight, ids, temperature, rows, entropy_gradient)
+        return TokenScores(*found, torch.zeros_like(ids, dtype=torch.bool))
     weight = output_weight.float() if strict is None else output_weight
     narrow = output_weight.detach() if output_weight.dtype is torch.bfloat16 else None
     settings = (narrow, temperature, top_p, entropy_gradient, part, strict)

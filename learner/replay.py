@@ -42,11 +42,18 @@ class RouteReplay:
         """Of the router's own choice out of so many experts, int64 [T, k], what is taken, [T, k]."""
         self.own = own
         taken = own if self.routes is None else torch.where(self.routes == NO_ROUTE, own, self.routes)
-        # Compared, as a histogram would make the host wait for a GPU.
-        every = torch.arange(experts, device=taken.device)
-        load = (taken[..., None] == every).sum((0, 1))
+        load = _count(taken, experts)
         self.load = load if self.load is None else self.load + load
         return taken
+
+
+def _count(ids: torch.Tensor, experts: int) -> torch.Tensor:
+    """int64 [E]: how often each expert is named. The histogram would make the host wait for a GPU."""
+    if not ids.is_cuda:
+        return torch.bincount(ids.flatten(), minlength=experts)
+    ordered = ids.flatten().to(torch.int16).sort().values
+    bounds = torch.arange(experts + 1, dtype=torch.int16, device=ids.device)
+    return torch.searchsorted(ordered, bounds).diff()
 
 
 @contextmanager

@@ -28,7 +28,7 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, a: torch.Tensor, weight: torch.Tensor, narrow: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(a, narrow)
-        return _multiply(a, narrow.T)
+        return fp32_product(a, narrow.T)
 
     @staticmethod
     @once_differentiable
@@ -37,10 +37,11 @@ class _Product(torch.autograd.Function):
         [gradient] = gradients
         high = gradient.bfloat16()
         low = (gradient - high).bfloat16()
-        of_a = _multiply(high, narrow).add_(_multiply(low, narrow))
-        of_weight = _multiply(high.T, a).add_(_multiply(low.T, a))
+        of_a = fp32_product(high, narrow).add_(fp32_product(low, narrow))
+        of_weight = fp32_product(high.T, a).add_(fp32_product(low.T, a))
         return of_a.to(a.dtype), of_weight, None
 
 
-def _multiply(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+def fp32_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """bfloat16 [N, K], [K, M] -> float32 [N, M]"""
     return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else a.float() @ b.float()
