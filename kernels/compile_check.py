@@ -235,7 +235,7 @@ def _per_tensor(target: int) -> Iterator[Compilation]:
 
 
 def _outside_experts(target: int) -> Iterator[Compilation]:
-    from kernels.triton import dense, rms_norm, rotary, token_scores
+    from kernels.triton import dense, rms_norm, rotary, token_scores, widen
 
     types = {
         "x": "*bf16",
@@ -266,6 +266,9 @@ def _outside_experts(target: int) -> Iterator[Compilation]:
     types = {"values": "*fp32", "ids": "*i64", "dense": "*fp32", "tokens": "i32"}
     constants = {"EXPERTS": EXPERTS, "PADDED": EXPERTS, "TOP_K": TOP_K, "TOKENS": 32}
     yield Compilation("gradient of a choice", target, dense._to_experts, types, constants, {})
+    types = {"x": "*bf16", "into": "*fp32", "count": "i32"}
+    constants = {"ADD": True, "ELEMENTS": 4096}
+    yield Compilation("BF16 added to FP32", target, widen._widen, types, constants, {})
     types = {
         "logits": "*fp32",
         "ids": "*i64",

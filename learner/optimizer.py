@@ -186,13 +186,11 @@ class Optimizer:
         def accumulate(source: torch.Tensor) -> None:
             assert source.grad is not None
             gradient, source.grad = source.grad, None
-            total = self.gradients.get(name) if master is None else master.grad
-            if total is not None:
-                total.add_(gradient)  # widened on the way
-            elif master is None:
-                self.gradients[name] = gradient.float()
+            total = _added(self.gradients.get(name) if master is None else master.grad, gradient)
+            if master is None:
+                self.gradients[name] = total
             else:
-                master.grad = gradient.float()
+                master.grad = total
 
         return accumulate
 
@@ -209,8 +207,11 @@ class Optimizer:
     def _round_masters(self) -> None:
         with torch.no_grad():
             for name, parameter in self.parameters.items():
-                if parameter is not self.masters[name]:
-                    parameter.copy_(self.whole(name, self.masters[name].detach().to(parameter.dtype)))
+                master = self.masters[name].detach()
+                if name in self.slices:
+                    parameter.copy_(self.whole(name, master.to(parameter.dtype)))
+                elif parameter is not self.masters[name]:
+                    parameter.copy_(master)
 
     def _non_finite(self) -> str:
         counts = {
@@ -221,6 +222,15 @@ class Optimizer:
         shown = [f"{name} ({count} elements)" for name, count in counts.items() if count]
         more = f" and {len(shown) - 5} more" if len(shown) > 5 else ""
         return ", ".join(shown[:5]) + more if shown else "parts that other ranks hold"
+
+
+def _added(total: torch.Tensor | None, gradient: torch.Tensor) -> torch.Tensor:
+    """float32: `total`, if there is one, plus a gradient of another type, in place."""
+    if gradient.is_cuda and gradient.dtype is torch.bfloat16 and gradient.is_contiguous():
+        from kernels.triton.widen import widen  # needs a GPU
+
+        return widen(gradient, total)
+    return gradient.float() if total is None else total.add_(gradient)
 
 
 def _slice(parameter: nn.Parameter, replicas: Replicas) -> Slice:

@@ -8,6 +8,7 @@ import torch
 from kernels.triton.dense import to_experts
 from kernels.triton.rms_norm import rms_norm, rms_norm_gradient
 from kernels.triton.rotary import rotate
+from kernels.triton.widen import widen
 from tests.kernels.triton_env import DEVICE
 
 
@@ -92,3 +93,17 @@ def test_a_norm_of_other_types_is_refused() -> None:
         rms_norm(x.float(), weight, 1e-6)
     with pytest.raises(ValueError, match=r"must be bfloat16 \(3, 8\), inverse \[3\]"):
         rms_norm_gradient(x[:2], x, weight, torch.ones(3))
+
+
+@pytest.mark.parametrize("shape", [(5,), (3, 4097), (0, 2)])
+def test_widened_numbers_are_exact_and_sums_are_those_of_float32(shape: tuple[int, ...]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(shape, generator=generator).bfloat16().to(DEVICE)
+    total = torch.randn(shape, generator=generator).to(DEVICE)
+    assert torch.equal(widen(x), x.float())
+    expected = total + x.float()
+    assert widen(x, total) is total and torch.equal(total, expected)
+    with pytest.raises(ValueError, match=r"float32 of the same shape, got torch\.float32"):
+        widen(x.float())
+    with pytest.raises(ValueError, match="must be contiguous"):
+        widen(torch.zeros(4, 3, dtype=torch.bfloat16, device=DEVICE).T)
