@@ -120,9 +120,9 @@ class _Work:
 
         def make() -> Piece:
             with self._progress("frozen", label, 1) as advance:
-                piece = studies.frozen(self.pair.under(label, maps), self.corpus, self.plan.temperature)
+                _, table = studies.frozen(self.pair.under(label, maps), self.corpus, self.plan.temperature)
                 advance(1)
-            return piece
+            return self._backends(label), table
 
         return self.store.piece(f"frozen.{label}", self._settings(left, right, self.corpus), make)
 
@@ -139,11 +139,17 @@ class _Work:
                     left, engines[1], self.corpus, self.plan.temperature, config.tokens
                 )
                 advance(1)
-            self.store.piece(f"frozen.{label}", self._settings(*maps, self.corpus), lambda: ({}, table))
+            own = self._backends(label), table
+            self.store.piece(f"frozen.{label}", self._settings(*maps, self.corpus), lambda: own)
             return piece
 
         settings = [self._settings(*maps, self.corpus), layers, config.tokens]
         return self.store.piece(f"routing.{label}", settings, make)
+
+    def _backends(self, label: str) -> dict[str, Any]:
+        """What computes the experts of either engine; nothing for a dense model."""
+        reports = self.pair.reports.get(label)
+        return {"backends": [report.backend for report in reports]} if reports else {}
 
     def _left_pass(self, left: Any, own: PrecisionMap, layers: list[int]) -> studies.LeftPass:
         """Of conditions that follow each other and differ in the right engine alone, one."""

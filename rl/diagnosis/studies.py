@@ -156,7 +156,9 @@ def attribution(
     steps: list[dict[str, Any]] = []
     columns: dict[str, np.ndarray] = {"prompt": corpus.clusters()}
     seen: dict[str, str] = {}  # fingerprint -> column
+    backends: dict[str, str] = {}  # column -> what computes the right engine's experts
     use(left)
+    backends["right_0"] = engines[1].report().backend
     start = both(engines, "score", corpus, temperature)
     columns["left_logp"] = flat(start[0])
 
@@ -165,6 +167,7 @@ def attribution(
             use(spec)
             seen[spec.fingerprint] = f"right_{len(seen)}"
             columns[seen[spec.fingerprint]] = flat(engines[1].score(corpus, temperature))
+            backends[seen[spec.fingerprint]] = engines[1].report().backend
         return seen[spec.fingerprint]
 
     seen[left.fingerprint] = "right_0"
@@ -177,7 +180,8 @@ def attribution(
             fields = [one._asdict() for one in step.fields]
             steps.append({"direction": direction, "fields": fields, "column": column})
             progress(len(steps))
-    return {"left": left.name, "right": right.name, "start": "right_0", "steps": steps}, columns
+    found = {"left": left.name, "right": right.name, "start": "right_0", "steps": steps, "backends": backends}
+    return found, columns
 
 
 def depths(layers: int, count: int) -> list[int]:

@@ -137,7 +137,11 @@ def summarise(outcome: Outcome) -> Summary:
         _scale(pieces.get("scale", {}), config.scale.spec, plan.changes, bounds, bootstrap),
         [verdict(label, piece) for label, piece in pieces.get("boundaries", {}).items()],
         next((_attribution(piece, bootstrap) for piece in pieces.get("attribution", {}).values()), None),
-        [*plan.notes, *_sizes(config, plan.study, outcome.corpus)],
+        [
+            *plan.notes,
+            *_sizes(config, plan.study, outcome.corpus),
+            *other_backends(pieces, config.scale.spec, plan.changes),
+        ],
     )
 
 
@@ -152,6 +156,33 @@ def _sizes(config: DiagnoseConfig, study: Sequence[str], corpus: Corpus) -> list
     if {"routing", "scale"} & set(study) and config.routing.tokens < longest:
         found.append(f"routing: at most {config.routing.tokens} tokens of each sequence (routing.tokens)")
     return [f"Made on a part of the text: {'; '.join(found)}."] if found else []
+
+
+def other_backends(
+    pieces: Mapping[str, Mapping[str, Piece]], base: str, changes: Mapping[str, str]
+) -> list[str]:
+    """Moves that hold more than fields, as another implementation computes the right engine's experts behind them.
+
+    pieces: study -> condition -> piece. base, changes: of the study scale, the condition and, by change, the others.
+    """
+    scale, moves = pieces.get("scale", {}), []
+    for change, label in changes.items():
+        if scale:
+            before, after = (scale[own][0].get("backends", ["", ""])[1] for own in (base, label))
+            moves.append((f"scale, {change}", before, after))
+    for result, _ in pieces.get("attribution", {}).values():
+        columns = {"forwards": result["start"], "backwards": result["start"]}
+        for step in result["steps"]:
+            direction, known = step["direction"], result.get("backends", {})
+            before, after = (known.get(column, "") for column in (columns[direction], step["column"]))
+            fields = ", ".join(field["field"] for field in step["fields"])
+            moves.append((f"attribution {direction}, {fields}", before, after))
+            columns[direction] = step["column"]
+    found = [
+        f"{move}: from {before} to {after}" for move, before, after in moves if before and before != after
+    ]
+    text = "The right engine's experts are computed by another back end, and the move holds that difference, too: "
+    return [f"{text}{'; '.join(found)}."] if found else []
 
 
 def _gaps(pieces: Mapping[str, Piece], bounds: Bounds, bootstrap: Bootstrap) -> list[Gap]:

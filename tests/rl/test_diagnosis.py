@@ -34,7 +34,7 @@ from rl.diagnosis.reference import alternatives, changes_values, reference_trace
 from rl.diagnosis.statistics import Bootstrap, Bounds
 from rl.diagnosis.store import Store
 from rl.diagnosis.studies import depths, path
-from rl.diagnosis.summary import Summary
+from rl.diagnosis.summary import Summary, other_backends
 from rl.diagnosis.verdict import summary_of
 from rl.errors import DataError
 from tests.rl.tiny_chat import byte_tokenizer, make_model
@@ -68,6 +68,37 @@ def test_forwards_and_backwards_differ_in_order_alone():
     a, b = named_spec("minite"), named_spec("minite_expert")
     assert [s.fields for s in path(a, b)] == [s.fields for s in path(a, b, True)][::-1]
     assert path(a, a) == []
+
+
+def test_a_move_that_also_changes_the_back_end_is_noted():
+    def piece(*backends: str) -> tuple[dict, dict]:
+        return {"backends": list(backends)}, {}
+
+    steps = [
+        {"direction": direction, "fields": [{"field": field}], "column": column}
+        for direction, field, column in (
+            ("forwards", "a", "right_1"),
+            ("forwards", "b", "right_2"),
+            ("backwards", "b", "right_3"),
+            ("backwards", "a", "right_2"),
+        )
+    ]
+    own = {"right_0": "kernels", "right_1": "kernels", "right_2": "reference", "right_3": "reference"}
+    pieces = {
+        "scale": {
+            "base": piece("kernels", "kernels"),
+            "base/a": piece("kernels", "kernels"),
+            "base/b": piece("kernels", "reference"),
+        },
+        "attribution": {"left/right": ({"start": "right_0", "steps": steps, "backends": own}, {})},
+    }
+    [note] = other_backends(pieces, "base", {"a:1": "base/a", "b:1": "base/b"})
+    assert note.partition(": ")[2] == (
+        "scale, b:1: from kernels to reference; attribution forwards, b: from kernels to reference;"
+        " attribution backwards, b: from kernels to reference."
+    )
+    assert other_backends(pieces, "base", {"a:1": "base/a"})[0].count(" to ") == 2
+    assert other_backends({"frozen": pieces["scale"]}, "base", {"b:1": "base/b"}) == []
 
 
 def test_a_field_outside_the_experts_is_a_step_of_its_own_and_named_where_layers_are_equal():
@@ -402,6 +433,15 @@ def _check_results(folder: Path) -> None:
     [scale] = results["scale"]
     assert scale["change"] == "activation.outer_domain:token"
     assert scale["changed"]["increase"]["abs_mean"]["value"] != 0
+
+    assert not any("back end" in note for note in results["notes"])
+    used = {
+        "frozen.minite": ["reference", "reference"],
+        "attribution": {"right_0": "reference", "right_1": "reference"},
+    }
+    for name, backends in used.items():
+        piece = next((folder / "pieces").glob(f"{name}-*")) / "result.json"
+        assert json.loads(piece.read_text())["backends"] == backends
 
     steps = results["attribution"]["forwards"]
     assert [step["fields"] for step in steps] == [["weight.outer_domain: row -> expert"]]
