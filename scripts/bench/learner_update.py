@@ -44,7 +44,9 @@ from rl.devices import Device, device_of
 from rl.flops import forward_flops, update_flops
 from rl.preflight.memory import Memory, bare_learner_memory
 
+_QUANTISE = "quantise (in score)"  # of an update, did nothing score before it
 WAYS = {"minite": "minite", "bf16": "bf16", "te": "te_per_tensor", "unfused": "minite"}  # their specs
+RATIOS = {"score and update": ("score", "update"), "update alone": ("update", _QUANTISE)}
 GIB = 2**30
 
 
@@ -74,7 +76,7 @@ def main() -> None:
         rows[way] = measure(given, policy, lengths, way)
         print(text_of(way, rows[way], rows.get("bf16")), flush=True)
     if "minite" in rows:
-        for what, parts in (("score and update", ("score", "update")), ("update alone", ("update",))):
+        for what, parts in RATIOS.items():
             print(f"minite's tokens a second, {what}: {ratios(rows, parts)}")
         print(f"in all {time.perf_counter() - started:.0f} s")
     if given.json is not None:
@@ -254,7 +256,7 @@ def split(
     """Seconds of each stage. What an update does beside those that are watched is its backward pass. Weights are
     quantised in the first pass after a step, the score's.
     """
-    own = {"score": score_s, "update": update_s, "quantise (in score)": score.get("quantise", 0.0)}
+    own = {"score": score_s, "update": update_s, _QUANTISE: score.get("quantise", 0.0)}
     own["forward"] = update["forward"]
     own["log-probabilities"] = update["log-probabilities"]
     own["optimiser"] = update["optimiser"]
