@@ -282,6 +282,47 @@ def _outside_experts(target: int) -> Iterator[Compilation]:
     types |= {"d_logp": "*fp32", "d_entropy": "*fp32", "terms": "*bf16", "rows": "i32"}
     constants = constants | {"ENTROPY": True, "BLOCK": 2048}
     yield Compilation("scores of tokens, gradient", target, token_scores._gradient, types, constants, {})
+    yield from _attention(target)
+
+
+def _attention(target: int) -> Iterator[Compilation]:
+    from kernels.triton.attention import _forward
+    from kernels.triton.attention_blocks import Tile, tiling
+    from kernels.triton.attention_gradient import _key_gradient, _query_gradient
+
+    heads, groups, width = 32, 4, 128
+    tiles = tiling(width)
+    fixed = {"HEADS": heads, "GROUPS": groups, "D": width}
+
+    def rows(count: int) -> str:
+        return f"tensordesc<bf16[{count}, {width}]>"
+
+    def compiled(name: str, kernel: Any, tile: Tile, types: dict[str, str], **more: int) -> Compilation:
+        operands = {"q_desc": rows(tile.queries), "k_desc": rows(tile.keys), "v_desc": rows(tile.keys)}
+        types = operands | {"table": "*i32"} | types
+        constants = fixed | {"BM": tile.queries, "BN": tile.keys, "STAGES": tile.stages} | more
+        options = {"num_warps": tile.warps, "num_stages": tile.stages}
+        needed = _WGMMA if target < 100 else _F16
+        size = f"{tile.queries}x{tile.keys}x{tile.stages}"
+        return Compilation(f"attention{name}, {size}", target, kernel, types, constants, options, needed)
+
+    types = {"out": "*bf16", "lse": "*fp32", "tokens": "i32", "scale2": "fp32"}
+    yield compiled("", _forward, tiles.forward, types)
+    of_block = rows(tiles.d_query.queries)
+    types = {
+        "out_desc": of_block,
+        "d_out_desc": of_block,
+        "lse": "*fp32",
+        "exponents": "*fp32",
+        "deltas": "*fp32",
+    }
+    types |= {"d_q": "*bf16", "tokens": "i32", "room": "i32", "scale": "fp32"}
+    yield compiled(", gradient of queries", _query_gradient, tiles.d_query, types)
+    per_row = f"tensordesc<fp32[1, {tiles.d_key.queries}]>"
+    types = {"d_out_desc": rows(tiles.d_key.queries), "exponent_desc": per_row, "delta_desc": per_row}
+    types |= {"d_k": "*bf16", "d_v": "*bf16", "scale": "fp32"}
+    pad = tiles.d_query.queries
+    yield compiled(", gradient of keys", _key_gradient, tiles.d_key, types, PAD=pad, AHEAD=tiles.d_key.ahead)
 
 
 def report(evidence: Evidence) -> tuple[str, ...]:
