@@ -318,11 +318,10 @@ def _attention(target: int) -> Iterator[Compilation]:
     }
     types |= {"d_q": "*bf16", "tokens": "i32", "room": "i32", "scale": "fp32"}
     yield compiled(", gradient of queries", _query_gradient, tiles.d_query, types)
-    per_row = f"tensordesc<fp32[1, {tiles.d_key.queries}]>"
-    types = {"d_out_desc": rows(tiles.d_key.queries), "exponent_desc": per_row, "delta_desc": per_row}
+    types = {"d_out_desc": rows(tiles.d_key.queries), "exponents": "*fp32", "deltas": "*fp32", "room": "i32"}
     types |= {"d_k": "*bf16", "d_v": "*bf16", "scale": "fp32"}
     pad = tiles.d_query.queries
-    yield compiled(", gradient of keys", _key_gradient, tiles.d_key, types, PAD=pad, AHEAD=tiles.d_key.ahead)
+    yield compiled(", gradient of keys", _key_gradient, tiles.d_key, types, PAD=pad)
 
 
 def report(evidence: Evidence) -> tuple[str, ...]:

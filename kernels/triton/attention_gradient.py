@@ -12,7 +12,6 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels.triton.attention import LOG2_E, checked, checked_tile, rows_of, store, stored
 from kernels.triton.attention_blocks import Blocks, Tile, Tiling, tiling
@@ -40,6 +39,8 @@ def attention_gradient(
     tiles = tiles or tiling(q.shape[2])
     checked_tile(tiles.d_query, of_queries=True)
     checked_tile(tiles.d_key, of_queries=False)
+    if tiles.d_key.warps > 4 and tiles.d_key.stages > 2:
+        raise ValueError(f"the keys' kernel is wrong with three stages and eight warps, got {tiles.d_key}")
     if tiles.d_query.queries % tiles.d_key.queries:
         raise ValueError(f"blocks of queries must be a multiple of those of the keys' kernel, got {tiles}")
     if not len(q):
@@ -120,8 +121,9 @@ def key_gradient(
         rows_of(k, tile.keys),
         rows_of(v, tile.keys),
         rows_of(d_out, tile.queries),
-        TensorDescriptor.from_tensor(rows.exponents, [1, tile.queries]),
-        TensorDescriptor.from_tensor(rows.deltas, [1, tile.queries]),
+        rows.exponents,
+        rows.deltas,
+        rows.exponents.shape[1],
         stored(d_k),
         stored(d_v),
         table,
@@ -133,7 +135,6 @@ def key_gradient(
         BN=tile.keys,
         PAD=rows.block,
         STAGES=tile.stages,
-        AHEAD=tile.ahead,
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
@@ -215,14 +216,15 @@ def _query_gradient(
     store(target, acc * scale, inside[:, None], q_desc.dtype == tl.bfloat16)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["room"])
 def _key_gradient(
     q_desc,
     k_desc,
     v_desc,
     d_out_desc,
-    exponent_desc,
-    delta_desc,
+    exponents,
+    deltas,
+    room,
     d_k,
     d_v,
     table,
@@ -234,7 +236,6 @@ def _key_gradient(
     BN: tl.constexpr,
     PAD: tl.constexpr,
     STAGES: tl.constexpr,
-    AHEAD: tl.constexpr,
 ):
     """dK and dV of a block of keys: first the blocks of queries on the diagonal, of all heads, then those below it.
     PAD: rows of `_query_gradient`'s blocks.
@@ -259,8 +260,9 @@ def _key_gradient(
             v,
             q_desc,
             d_out_desc,
-            exponent_desc,
-            delta_desc,
+            exponents,
+            deltas,
+            room,
             start,
             place,
             first,
@@ -273,7 +275,6 @@ def _key_gradient(
             BM,
             BN,
             STAGES,
-            AHEAD,
             masked == 0,
         )
         low, high = first + BN, length
@@ -292,8 +293,9 @@ def _sum_queries(
     v,
     q_desc,
     d_out_desc,
-    exponent_desc,
-    delta_desc,
+    exponents,
+    deltas,
+    room,
     start,
     place,
     first,
@@ -306,7 +308,6 @@ def _sum_queries(
     BM: tl.constexpr,
     BN: tl.constexpr,
     STAGES: tl.constexpr,
-    AHEAD: tl.constexpr,
     MASKED: tl.constexpr,
 ):
     """Queries from `low` to `high` of all SHARE heads of the group, in one loop, so that copies ahead never pause. No
@@ -318,18 +319,16 @@ def _sum_queries(
         query = low + i % count * BM
         q = q_desc.load([start + query, head * D])
         d_out = d_out_desc.load([start + query, head * D])
-        exponent = exponent_desc.load([head, place + query])
-        delta = delta_desc.load([head, place + query])
+        row = head.to(tl.int64) * room + place + query + tl.arange(0, BM)
+        exponent = tl.load(exponents + row)[None, :]
+        delta = tl.load(deltas + row)[None, :]
         s = tl.dot(k, q.T)  # transposed, as d_p: [keys, queries]
-        if AHEAD:
-            d_p = tl.dot(v, d_out.T)
         p = tl.exp2(s * (scale * LOG2_E) - exponent)
         if MASKED:
             seen = (query - first + tl.arange(0, BM))[None, :] >= tl.arange(0, BN)[:, None]
             p = tl.where(seen, p, 0.0)
         value_sum = tl.dot(p.to(d_out.dtype), d_out, value_sum)
-        if not AHEAD:
-            d_p = tl.dot(v, d_out.T)
+        d_p = tl.dot(v, d_out.T)
         d_s = p * (d_p - delta)
         key_sum = tl.dot(d_s.to(q.dtype), q, key_sum)
     return key_sum, value_sum
