@@ -235,7 +235,7 @@ def _per_tensor(target: int) -> Iterator[Compilation]:
 
 
 def _outside_experts(target: int) -> Iterator[Compilation]:
-    from kernels.triton import dense, rms_norm, rotary, token_scores, widen
+    from kernels.triton.outside import choice, rms_norm, rotary, token_scores, widen
 
     types = {
         "x": "*bf16",
@@ -265,7 +265,7 @@ def _outside_experts(target: int) -> Iterator[Compilation]:
     yield Compilation("RMS norm, gradient", target, rms_norm._backward, types, constants, {})
     types = {"values": "*fp32", "ids": "*i64", "dense": "*fp32", "tokens": "i32"}
     constants = {"EXPERTS": EXPERTS, "PADDED": EXPERTS, "TOP_K": TOP_K, "TOKENS": 32}
-    yield Compilation("gradient of a choice", target, dense._to_experts, types, constants, {})
+    yield Compilation("gradient of a choice", target, choice._to_experts, types, constants, {})
     types = {"x": "*bf16", "into": "*fp32", "count": "i32"}
     constants = {"ADD": True, "ELEMENTS": 4096}
     yield Compilation("BF16 added to FP32", target, widen._widen, types, constants, {})
@@ -286,9 +286,9 @@ def _outside_experts(target: int) -> Iterator[Compilation]:
 
 
 def _attention(target: int) -> Iterator[Compilation]:
-    from kernels.triton.attention import _forward
-    from kernels.triton.attention_blocks import Tile, tiling
-    from kernels.triton.attention_gradient import _key_gradient, _query_gradient
+    from kernels.triton.outside.attention import _forward
+    from kernels.triton.outside.attention_blocks import Tile, tiling
+    from kernels.triton.outside.attention_gradient import _key_gradient, _query_gradient
 
     heads, groups, width = 32, 4, 128
     tiles = tiling(width)

@@ -1,4 +1,4 @@
-"""Causal attention over packed sequences, rotary positions included: torch's kernels in the place of Megatron's."""
+"""Causal attention over packed sequences, rotary positions included, in the place of Megatron's."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
 
 from learner.megatron_api import MegatronModule, TransformerConfig
 from learner.packing import Packing
 from learner.rotary import Rotary, rotate
 
-_FLASH_TYPES = (torch.bfloat16, torch.float16)
-_FLASH_WIDTH = 256  # of a head, at most
+_TYPES = (torch.bfloat16, torch.float16)
+_WIDTHS = (16, 32, 64, 128, 256)  # of a head
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,8 +31,8 @@ class AttentionInput:
 class CausalAttention(MegatronModule):
     """Core attention: rotary positions, then causal scaled dot products, grouped queries, no dropout.
 
-    On a GPU and in 16 bits by FlashAttention, which takes sequences packed as they are (Dao 2023, arXiv 2307.08691).
-    Elsewhere sequences are padded on the right, where causality alone keeps padding out of every real position.
+    On a GPU and in 16 bits sequences stay packed (`kernels.triton.outside`). Elsewhere they are padded on the right, where
+    causality alone keeps padding out of every real position.
     """
 
     def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **_: Any) -> None:
@@ -54,25 +55,47 @@ class CausalAttention(MegatronModule):
         packed = len(packing.sequences)
         q, k, v = (tensor[:packed].squeeze(1) for tensor in (query, key, value))
         q, k = rotate(q, rotary), rotate(k, rotary)
-        flash = q.is_cuda and q.dtype in _FLASH_TYPES and q.shape[2] <= _FLASH_WIDTH
-        mixed = (_flash if flash else _padded)(q, k, v, packing, self.scale).flatten(1).unsqueeze(1)
+        kernels = q.is_cuda and q.dtype in _TYPES and q.shape[2] in _WIDTHS
+        scale = self.scale or q.shape[2] ** -0.5
+        mixed = (_packed if kernels else _padded)(q, k, v, packing, scale).flatten(1).unsqueeze(1)
         return F.pad(mixed, (0, 0, 0, 0, 0, len(query) - packed)) if len(query) > packed else mixed
 
 
-def _flash(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packing: Packing, scale: float | None
+def _packed(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packing: Packing, scale: float
 ) -> torch.Tensor:
     """[T, heads, D], twice [T, groups, D] -> [T, heads, D]"""
-    bounds, longest = packing.bounds, packing.longest
-    return torch.ops.aten._flash_attention_forward(
-        q, k, v, bounds, bounds, longest, longest, 0.0, True, False, scale=scale
-    )[0]
+    return _Attention.apply(q, k, v, packing, scale)
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packing: Packing, scale: float
+    ) -> torch.Tensor:
+        from kernels.triton.outside.attention import attention  # needs a GPU
+
+        blocks = packing.blocks
+        out, lse = attention(q, k, v, packing.bounds, packing.longest, scale, blocks=blocks)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.packing, ctx.scale = packing, scale
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        from kernels.triton.outside.attention_gradient import attention_gradient
+
+        packing: Packing = ctx.packing
+        settings = packing.bounds, packing.longest, ctx.scale
+        found = attention_gradient(gradients[0], *ctx.saved_tensors, *settings, blocks=packing.blocks)
+        return *found, None, None
 
 
 def _padded(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packing: Packing, scale: float | None
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packing: Packing, scale: float
 ) -> torch.Tensor:
-    """As `_flash`, of any type on any device."""
+    """As `_packed`, of any type on any device."""
     grouped = q.shape[1] != k.shape[1]
     q, k, v = (packing.unpack(tensor).transpose(1, 2) for tensor in (q, k, v))
     mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)

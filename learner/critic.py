@@ -85,7 +85,5 @@ class Critic(Trainable):
         """float32 [B, S], zero outside the mask; states: [N, H], those before the tokens in it."""
         head = self.model.value_head
         values = F.linear(states.float(), head.weight, head.bias).squeeze(1)
-        bad = int((~torch.isfinite(values)).sum())
-        if bad:
-            self._problems.append(f"{bad} of {len(values)} values of the critic are not finite")
-        return values.new_zeros(mask.shape).index_put((mask,), values)
+        self._finite.watch(values, "values of the critic")
+        return values.new_zeros(mask.shape).masked_scatter(mask, values)

@@ -35,7 +35,7 @@ class RMSNorm(nn.Module):
 class _Normed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        from kernels.triton.rms_norm import rms_norm  # needs a GPU
+        from kernels.triton.outside.rms_norm import rms_norm  # needs a GPU
 
         rows = x.reshape(-1, x.shape[-1])
         normed, inverse = rms_norm(rows, weight, eps)
@@ -45,7 +45,7 @@ class _Normed(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        from kernels.triton.rms_norm import rms_norm_gradient
+        from kernels.triton.outside.rms_norm import rms_norm_gradient
 
         d_normed = gradients[0].reshape(-1, gradients[0].shape[-1])
         d_x, d_weight = rms_norm_gradient(d_normed, *ctx.saved_tensors)

@@ -227,7 +227,7 @@ class Optimizer:
 def _added(total: torch.Tensor | None, gradient: torch.Tensor) -> torch.Tensor:
     """float32: `total`, if there is one, plus a gradient of another type, in place."""
     if gradient.is_cuda and gradient.dtype is torch.bfloat16 and gradient.is_contiguous():
-        from kernels.triton.widen import widen  # needs a GPU
+        from kernels.triton.outside.widen import widen  # needs a GPU
 
         return widen(gradient, total)
     return gradient.float() if total is None else total.add_(gradient)

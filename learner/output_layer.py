@@ -39,7 +39,7 @@ class _ScoredTokens(torch.autograd.Function):
         rows: int,
         entropy_gradient: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        from kernels.triton.token_scores import TokenStatistics, token_statistics  # needs a GPU
+        from kernels.triton.outside.token_scores import TokenStatistics, token_statistics  # needs a GPU
 
         chunks = zip(hidden.split(rows), ids.split(rows), strict=True)
         found = [token_statistics(fp32_product(own, weight.T), wanted, temperature) for own, wanted in chunks]
@@ -55,7 +55,7 @@ class _ScoredTokens(torch.autograd.Function):
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, *gradients: torch.Tensor
     ) -> tuple[torch.Tensor | None, ...]:
-        from kernels.triton.token_scores import TokenStatistics, logits_gradient
+        from kernels.triton.outside.token_scores import TokenStatistics, logits_gradient
 
         hidden, weight, ids, *found = ctx.saved_tensors
         temperature, rows, entropy_gradient = ctx.settings

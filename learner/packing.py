@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 
 from learner.rearrange import rearrange
+
+if TYPE_CHECKING:
+    from kernels.triton.outside.attention_blocks import Blocks
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,17 +30,26 @@ class Packing:
     _known: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict, init=False, repr=False)
 
     @classmethod
-    def of(cls, lengths: torch.Tensor) -> Packing:
-        """lengths: int64 [B], each at least 1."""
-        sequences = torch.arange(len(lengths), device=lengths.device).repeat_interleave(lengths)
+    def of(cls, lengths: torch.Tensor, device: torch.device | str = "cpu") -> Packing:
+        """lengths: int64 [B], each at least 1, on the CPU, so that nothing waits for the device to which they go."""
+        tokens, longest = int(lengths.sum()), int(lengths.max())
+        lengths = lengths.to(device)
+        sequences = torch.arange(len(lengths), device=device).repeat_interleave(lengths, output_size=tokens)
         starts = lengths.cumsum(0) - lengths
-        positions = torch.arange(len(sequences), device=lengths.device) - starts[sequences]
-        return cls(lengths, sequences, positions, int(lengths.max()))
+        positions = torch.arange(tokens, device=device) - starts[sequences]
+        return cls(lengths, sequences, positions, longest)
 
     @cached_property
     def bounds(self) -> torch.Tensor:
         """int32 [B + 1]: sequence b is tokens bounds[b] to bounds[b + 1]."""
         return F.pad(self.lengths.cumsum(0), (1, 0)).int()
+
+    @cached_property
+    def blocks(self) -> Blocks:
+        """What the attention kernels share between layers."""
+        from kernels.triton.outside.attention_blocks import Blocks  # needs Triton
+
+        return Blocks(self.bounds, self.longest, len(self.sequences))
 
     def pack(self, padded: torch.Tensor) -> torch.Tensor:
         """[B, S, ...] -> [T, ...]"""

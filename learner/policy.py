@@ -306,9 +306,7 @@ class Policy(Trainable):
             part=self.ranks.vocabulary,
             strict=self.model.strict_output,
         )
-        bad = int((~torch.isfinite(scored.logp)).sum())
-        if bad:
-            self._problems.append(f"{bad} of {len(scored.logp)} log-probabilities are not finite")
+        self._finite.watch(scored.logp, "log-probabilities")
         return TokenScores(*(part.new_zeros(mask.shape).masked_scatter(mask, part) for part in scored))
 
     def _routes_shape(self, tokens: torch.Tensor) -> tuple[int, ...]:

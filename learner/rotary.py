@@ -50,7 +50,7 @@ def rotate(x: torch.Tensor, rotary: Rotary) -> torch.Tensor:
 class _Rotated(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> torch.Tensor:
-        from kernels.triton.rotary import rotate as kernel  # needs a GPU
+        from kernels.triton.outside.rotary import rotate as kernel  # needs a GPU
 
         ctx.save_for_backward(cosines, sines)
         return kernel(x, cosines, sines)
@@ -58,6 +58,6 @@ class _Rotated(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        from kernels.triton.rotary import rotate as kernel
+        from kernels.triton.outside.rotary import rotate as kernel
 
         return kernel(gradients[0], *ctx.saved_tensors, back=True), None, None

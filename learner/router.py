@@ -76,6 +76,6 @@ class _Chosen(torch.autograd.Function):
         [ids], [gradient] = ctx.saved_tensors, gradients
         if not gradient.is_cuda:
             return gradient.new_zeros(len(ids), ctx.experts).scatter_(1, ids, gradient), None
-        from kernels.triton.dense import to_experts  # needs a GPU
+        from kernels.triton.outside.choice import to_experts  # needs a GPU
 
         return to_experts(gradient, ids, ctx.experts), None

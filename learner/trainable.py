@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -20,6 +19,7 @@ from learner.batch import Totals, TrainBatch, check_sequences
 from learner.config import LearnerConfig
 from learner.families.architecture import Architecture
 from learner.families.registry import family_of
+from learner.finite import FiniteChecks
 from learner.folders import FolderState, read_config
 from learner.layout import Layout
 from learner.mapping import parameter_shapes, rules
@@ -97,7 +97,7 @@ class Trainable:
         model = self.model_class(self.architecture, precision_map, dtype, *parts, config.recompute)
         self._load(model, FolderState(self.model_dir, self.left_out))
         self.model = model.to(self.device)
-        self._problems: list[str] = []
+        self._finite = FiniteChecks()
 
     @cached_property
     def optimizer(self) -> Optimizer:
@@ -158,25 +158,23 @@ class Trainable:
         if totals.tokens == 0:
             raise ValueError("the batch has no token in its loss mask")
         passes = self.ranks.passes(batch.lengths, self.config.micro_batch_tokens)
-        parts: dict[int, TrainBatch] = {}  # those under way
-        sums: defaultdict[str, float] = defaultdict(float)
+        parts: dict[int, tuple[TrainBatch, Packing]] = {}  # those under way
+        sums: dict[str, torch.Tensor] = {}  # float64, on the device
 
         def forward(number: int) -> torch.Tensor:
             part = batch.select(passes[number].rows)
             if passes[number].idle:
                 part = replace(part, loss_mask=torch.zeros_like(part.loss_mask))
-            parts[number] = part = part.to(self.device)
-            return self._hidden(Part(part.tokens, Packing.of(part.lengths), part.loss_mask, part.routes))
+            packing, part = Packing.of(part.lengths, self.device), part.to(self.device)
+            parts[number] = part, packing
+            return self._hidden(Part(part.tokens, packing, part.loss_mask, part.routes))
 
         def finish(number: int, hidden: torch.Tensor) -> torch.Tensor:
-            part = parts.pop(number)
-            states = Packing.of(part.lengths).states_before(hidden, part.loss_mask)
-            loss, found = loss_of(states, part, totals)
-            if not torch.isfinite(loss):
-                self._problems.append(f"the loss of a micro-batch is {loss.item()}; no weight was changed")
-            sums["loss"] += loss.item()
-            for name, value in found.items():
-                sums[name] += value.item() / totals.tokens
+            part, packing = parts.pop(number)
+            loss, found = loss_of(packing.states_before(hidden, part.loss_mask), part, totals)
+            self._finite.watch(loss, "losses of a micro-batch")
+            for name, value in {"loss": loss.double() * totals.tokens, **found}.items():
+                sums[name] = sums.get(name, 0.0) + value.detach().double()
             return loss
 
         self.optimizer.zero_grad()
@@ -185,7 +183,7 @@ class Trainable:
                 schedule.run(self.model, len(passes), forward, finish, train=True)
             self.optimizer.reduce()
             grad_norm, used_lr = self.optimizer.step(lr)
-        metrics = self.ranks.sum_metrics(sums)
+        metrics = self.ranks.sum_metrics({name: total.item() / totals.tokens for name, total in sums.items()})
         return {**metrics, "grad_norm": grad_norm, "lr": used_lr, "tokens": float(totals.tokens)}
 
     def _each(
@@ -209,7 +207,7 @@ class Trainable:
             chosen = (tokens[rows, :width], loss_mask[rows, :width])
             own_tokens, mask = (tensor.to(self.device) for tensor in chosen)
             replay = None if routes is None else routes[rows, :width].to(self.device)
-            part = Part(own_tokens, Packing.of(lengths[rows].to(self.device)), mask, replay)
+            part = Part(own_tokens, Packing.of(lengths[rows], self.device), mask, replay)
             hidden = self._hidden(part)
             parts[number] = part
             if see is not None and not passes[number].idle:
@@ -230,11 +228,10 @@ class Trainable:
         """Around passes through the model. Values that are not finite are reported at the end, as the ranks wait for
         each other in every layer; an error on any rank stops all.
         """
-        self._problems.clear()
+        self._finite.clear()
         with self.ranks.together(), self._guarded():
             yield
-            if self._problems:
-                raise FloatingPointError(self._problems[0])
+            self._finite.check()
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:

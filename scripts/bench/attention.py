@@ -1,4 +1,4 @@
-"""Causal attention over packed sequences: `kernels.triton.attention` beside FlashAttention 2 as torch has it.
+"""Causal attention over packed sequences: `kernels.triton.outside.attention` beside FlashAttention 2 as torch has it.
 
     PYTHONPATH=. python scripts/bench/attention.py
 
@@ -18,9 +18,9 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels.triton.attention import attention
-from kernels.triton.attention_blocks import Blocks, Tile, tiling
-from kernels.triton.attention_gradient import attention_gradient, key_gradient, query_gradient
+from kernels.triton.outside.attention import attention
+from kernels.triton.outside.attention_blocks import Blocks, Tile, tiling
+from kernels.triton.outside.attention_gradient import attention_gradient, key_gradient, query_gradient
 
 # Of 64 x 64 with 4 warps, and of 128 x 64 with 4, two programs fit a processor.
 CANDIDATES = {

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.triton.dense import to_experts
-from kernels.triton.rms_norm import rms_norm, rms_norm_gradient
-from kernels.triton.rotary import rotate
-from kernels.triton.widen import widen
+from kernels.triton.outside.choice import to_experts
+from kernels.triton.outside.rms_norm import rms_norm, rms_norm_gradient
+from kernels.triton.outside.rotary import rotate
+from kernels.triton.outside.widen import widen
 from tests.kernels.triton_env import DEVICE
 
 

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from kernels.triton.attention import attention
-from kernels.triton.attention_blocks import Blocks, Tile, Tiling
-from kernels.triton.attention_gradient import attention_gradient
+from kernels.triton.outside.attention import attention
+from kernels.triton.outside.attention_blocks import Blocks, Tile, Tiling
+from kernels.triton.outside.attention_gradient import attention_gradient
 from tests.kernels.triton_env import DEVICE
 
 # Triton's interpreter does not round to bfloat16.

@@ -2,7 +2,7 @@
 
 Two kernels: one whose programs own a block of queries, for dQ, and one whose programs own a block of keys and go
 through all query heads of its group, for dK and dV. Both multiply queries and keys anew; sums have the fixed order that
-`kernels.triton.attention` describes.
+`kernels.triton.outside.attention` describes.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.triton.attention import LOG2_E, checked, checked_tile, rows_of, store, stored
-from kernels.triton.attention_blocks import Blocks, Tile, Tiling, tiling
+from kernels.triton.outside.attention import LOG2_E, checked, checked_tile, rows_of, store, stored
+from kernels.triton.outside.attention_blocks import Blocks, Tile, Tiling, tiling
 
 
 def attention_gradient(
