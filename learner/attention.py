@@ -31,8 +31,8 @@ class AttentionInput:
 class CausalAttention(MegatronModule):
     """Core attention: rotary positions, then causal scaled dot products, grouped queries, no dropout.
 
-    On a GPU and in 16 bits sequences stay packed (`kernels.triton.outside`). Elsewhere they are padded on the right, where
-    causality alone keeps padding out of every real position.
+    On a GPU and in 16 bits sequences stay packed (`kernels.triton.outside`). Elsewhere they are padded on the right,
+    where causality alone keeps padding out of every real position.
     """
 
     def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **_: Any) -> None:

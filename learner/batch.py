@@ -50,6 +50,8 @@ class TrainBatch:
     routes: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
+        if self.tokens.is_cuda:  # a part of one that was checked; looking at values would wait for the device
+            return
         check_sequences(self.tokens, self.lengths, self.loss_mask)
         for name in ("sampler_logp", "old_logp"):
             _check(name, getattr(self, name), self.tokens.shape, torch.float32)
@@ -88,11 +90,18 @@ class TrainBatch:
 
     def to(self, device: torch.device) -> TrainBatch:
         """The same batch with every tensor on `device`."""
-        return replace(self, **{name: tensor.to(device) for name, tensor in self._tensors().items()})
+        return replace(self, **{name: moved(tensor, device) for name, tensor in self._tensors().items()})
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         parts = {field.name: getattr(self, field.name) for field in fields(self)}
         return {name: tensor for name, tensor in parts.items() if tensor is not None}
+
+
+def moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """On `device`. To a GPU by way of pinned memory: a copy from any other waits for all that the GPU has to do."""
+    if device.type != "cuda" or tensor.is_cuda:
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def cut(lengths: torch.Tensor, max_tokens: int) -> list[torch.Tensor]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
+from learner.batch import moved
 from learner.rearrange import rearrange
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ class Packing:
     def of(cls, lengths: torch.Tensor, device: torch.device | str = "cpu") -> Packing:
         """lengths: int64 [B], each at least 1, on the CPU, so that nothing waits for the device to which they go."""
         tokens, longest = int(lengths.sum()), int(lengths.max())
-        lengths = lengths.to(device)
+        lengths = moved(lengths, torch.device(device))
         sequences = torch.arange(len(lengths), device=device).repeat_interleave(lengths, output_size=tokens)
         starts = lengths.cumsum(0) - lengths
         positions = torch.arange(tokens, device=device) - starts[sequences]

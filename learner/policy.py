@@ -74,15 +74,12 @@ class Policy(Trainable):
         self._check_sequences(tokens, lengths, loss_mask)
         self._check_routes(tokens, routes)
         own = torch.zeros(self._routes_shape(tokens), dtype=torch.int32) if return_routes else None
-        logp = torch.zeros(tokens.shape, dtype=torch.float32)
-        entropy = torch.zeros_like(logp)
-        outside = torch.zeros(tokens.shape, dtype=torch.int32)
+        found: list[tuple[torch.Tensor, TokenScores]] = []
 
         def keep(states: torch.Tensor, part: Part, rows: torch.Tensor) -> None:
             scored = self._token_scores(states, part.tokens, part.loss_mask, temperature, top_p)
             if self.ranks.speaks:
-                for whole, found in zip((logp, entropy, outside), scored, strict=True):
-                    whole[rows, : found.shape[1]] = found.to(whole.dtype).cpu()
+                found.append((rows, scored))
 
         def see(part: Part, rows: torch.Tensor) -> None:
             assert own is not None
@@ -92,6 +89,12 @@ class Policy(Trainable):
             own[rows, : chosen.shape[1], layers.start : layers.stop] = chosen
 
         self._each(tokens, lengths, loss_mask, keep, routes, None if own is None else see)
+        # Copied to the CPU once all is under way, as a copy waits for the device.
+        logp = torch.zeros(tokens.shape, dtype=torch.float32)
+        entropy, outside = torch.zeros_like(logp), torch.zeros(tokens.shape, dtype=torch.int32)
+        for rows, scored in found:
+            for whole, part in zip((logp, entropy, outside), scored, strict=True):
+                whole[rows, : part.shape[1]] = part.to(whole.dtype).cpu()
         return Scores(
             self.ranks.merge(logp),
             self.ranks.merge(entropy),

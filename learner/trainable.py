@@ -15,7 +15,7 @@ import torch.distributed as dist
 from kernels.guard import check_guards
 from kernels.precision_map import PrecisionMap
 from learner import checkpoint, convert, dense, schedule
-from learner.batch import Totals, TrainBatch, check_sequences
+from learner.batch import Totals, TrainBatch, check_sequences, moved
 from learner.config import LearnerConfig
 from learner.families.architecture import Architecture
 from learner.families.registry import family_of
@@ -205,8 +205,8 @@ class Trainable:
             rows = passes[number].rows
             width = int(lengths[rows].max())
             chosen = (tokens[rows, :width], loss_mask[rows, :width])
-            own_tokens, mask = (tensor.to(self.device) for tensor in chosen)
-            replay = None if routes is None else routes[rows, :width].to(self.device)
+            own_tokens, mask = (moved(tensor, self.device) for tensor in chosen)
+            replay = None if routes is None else moved(routes[rows, :width], self.device)
             part = Part(own_tokens, Packing.of(lengths[rows], self.device), mask, replay)
             hidden = self._hidden(part)
             parts[number] = part
