@@ -44,6 +44,14 @@ MODELS: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 32,
         "norm_topk_prob": True,
     },
+    "one_layer": {
+        **_COMMON,
+        "model_type": "qwen3_moe",
+        "num_hidden_layers": 1,
+        "num_experts": 8,
+        "moe_intermediate_size": 32,
+        "norm_topk_prob": True,
+    },
     "mixtral": {
         **_COMMON,
         "model_type": "mixtral",
@@ -82,7 +90,8 @@ def saved(place: Path, device: str) -> Saved:
 
 
 def learner(place: Path, family: str = "qwen3_moe", spec: Any = None, **changes: Any) -> Policy:
-    precision_map = PrecisionMap.resolve(LAYERS, spec or named_spec("strict"))
+    layers = MODELS[family]["num_hidden_layers"]
+    precision_map = PrecisionMap.resolve(layers, spec or named_spec("strict"))
     return Policy(place / family, precision_map, LearnerConfig(lr=1e-2, **changes), seed=0)
 
 
@@ -113,7 +122,12 @@ def test_responses_do_not_depend_on_the_way_in_which_they_are_computed(saved: Sa
     assert len({tuple(response) for _, response, _ in first}) == PROMPTS
     for way, (_, count) in WAYS.items():
         assert saved[way] == first[:count], way
-    assert {way for way in WAYS if saved["preemptions", way]} == {way for way in WAYS if "preempted" in way}
+    seen = {way: saved["seen", way] for way in WAYS}
+    assert {way for way in WAYS if seen[way]["preemptions"]} == {way for way in WAYS if "preempted" in way}
+    cached = {
+        way for way, (changes, count) in WAYS.items() if count > 1 and changes.get("prefix_caching", True)
+    }
+    assert {way for way in WAYS if seen[way]["cache hits"]} == cached
     assert saved["scored"] == [logp for _, _, logp in first[:8]]
 
 
@@ -125,6 +139,17 @@ def test_the_gap_is_zero_however_the_learner_cuts_its_batch(
     found = gap(policy, saved["32 together"])
     assert len(found) == PROMPTS * TOKENS and found.max() == 0.0
     assert gap(policy, saved["32 together"][5:6]).max() == 0.0
+
+
+def test_the_gap_is_zero_where_every_response_is_decoded_alone(
+    place: Path, saved: Saved, device: str
+) -> None:
+    """All prompts, one after the other, none of them cut and none in a cache."""
+    rows = saved["one_layer"]
+    found = gap(learner(place, "one_layer", device=device), rows)
+    assert len(found) == PROMPTS * TOKENS and found.max() == 0.0
+    assert len({tuple(response) for _, response, _ in rows}) == PROMPTS
+    assert saved["seen", "one_layer"] == {"preemptions": 0, "cache hits": 0}
 
 
 def test_the_gap_is_zero_in_bf16_and_with_tied_embeddings(place: Path, saved: Saved, device: str) -> None:
