@@ -26,6 +26,15 @@ def even_length(response: str, problem: Problem) -> Score:
     return Score.of(len(response) % 2 == 0)
 
 
+_ANSWERED: list[str] = []
+
+
+def solved_after_300(response: str, problem: Problem) -> Score:
+    """`even_length` for as many responses, then `always_right`."""
+    _ANSWERED.append(response)
+    return (even_length if len(_ANSWERED) <= 300 else always_right)(response, problem)
+
+
 def by_order(response: str, problem: Problem) -> Score:
     """Does what the response says."""
     command, _, argument = response.partition(" ")

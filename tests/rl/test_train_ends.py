@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import json
+from contextlib import redirect_stdout
+from io import StringIO
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
 from rl.checkpoint import CheckpointStore
+from rl.records.history import read_history
 from rl.train import main
 from tests.rl.smallest_job import arguments, run_folder
 
@@ -26,13 +32,46 @@ def test_a_sampler_under_another_specification_stops_before_the_first_rollout(
     assert (run_folder(tmp_path, "mismatch") / "metrics.jsonl").read_text() == ""
 
 
-def test_a_run_that_solves_everything_ends_well_and_keeps_what_it_learned(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-):
-    solved = "reward.function=tests.rl.custom_rewards:always_right"
-    assert main(arguments(tmp_path, COLD, "run.name=solved", solved)) == 0
-    output = "".join(capfd.readouterr())
-    assert "every problem drawn is solved: the run ends after iteration 0" in output
-    folder = run_folder(tmp_path, "solved")
-    assert CheckpointStore(folder / "checkpoints", 2).steps() == [0]
+@pytest.fixture(scope="module")
+def solved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """Folder and output of a run under the strict spec that solves everything, but not from the start."""
+    place = tmp_path_factory.mktemp("solved")
+    settings = (
+        "spec=strict",
+        "reward.function=tests.rl.custom_rewards:solved_after_300",
+        "algorithm.max_rounds=2",
+        "run.iterations=9",
+        "run.keep_checkpoints=9",
+    )
+    with redirect_stdout(StringIO()) as output:
+        assert main(arguments(place, COLD, "run.name=solved", *settings)) == 0
+    return run_folder(place, "solved"), output.getvalue()
+
+
+def test_a_run_that_solves_everything_ends_well_and_keeps_what_it_learned(solved: tuple[Path, str]):
+    folder, output = solved
+    history = read_history(folder / "metrics.jsonl")
+    last = max(history)
+    assert 3 <= last < 9
+    assert f"every problem drawn is solved: the run ends after iteration {last}" in output
+    assert history[last]["held_out/reward"] == 1.0 > history[0]["held_out/reward"]
+    assert CheckpointStore(folder / "checkpoints", 9).steps() == list(range(1, last + 1))
     assert (folder / "report.html").exists()
+
+
+def test_under_the_strict_spec_there_is_no_gap_after_any_sync(solved: tuple[Path, str]):
+    """Nor between the learner's scores and its first mini-batch, while its weights change from sync to sync."""
+    folder, _ = solved
+    [spec] = json.loads((folder / "run.json").read_text())["specs"]
+    assert (spec["name"], spec["engines"]) == ("strict", ["megatron", "vllm", "weight_sync"])
+    history = read_history(folder / "metrics.jsonl")
+    for step in range(1, max(history) + 1):
+        metrics = history[step]
+        assert metrics["version/weights"] == step
+        assert metrics["tokens/trained"] > 100
+        assert metrics["gap/max"] == metrics["policy/log_ratio_abs"] == 0.0
+        assert metrics["policy/approx_kl"] > 0  # in the second mini-batch, which the first has changed
+    paths = sorted((folder / "checkpoints").glob("step_*/learner/weights.safetensors"))
+    assert len(paths) == max(history)
+    for before, after in pairwise(load_file(path) for path in paths):
+        assert any(not tensor.equal(before[name]) for name, tensor in after.items())
