@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from kernels.catalogue import named_spec
 from kernels.precision_map import PrecisionMap
 from kernels.spec import ExecutionSpec
 from learner.config import LearnerConfig
+from rl.diagnose import main
 from rl.diagnosis.boundaries import LayerResult, examine
 from rl.diagnosis.corpus import Corpus
 from rl.diagnosis.masters import Masters
@@ -207,3 +210,66 @@ def test_a_bf16_layer_that_should_be_nvfp4(sampler: VllmEngine, diagnose: Diagno
     verdict = summary_of([clean, first])
     assert verdict.startswith("Layer 1: the engines part at the quantised operands, in w13")
     assert "weight: e2m1/1x16 against none" in verdict and "in 1 of the 2 layers" in verdict
+
+
+def start_here(actor_class: Any, name: str, threads: int, log: Path, *arguments: Any) -> Any:
+    """What `start_actor` starts, in this process, where vLLM is loaded already: its methods give their results."""
+    actor = actor_class(*arguments)
+    actor.later = actor
+    return actor
+
+
+def test_a_field_of_one_side_of_a_strict_model_is_named_from_the_command_line(
+    folder: Path,
+    corpus: Corpus,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    """The expert layers are equal: what differs is outside them."""
+    monkeypatch.setattr("rl.diagnosis.pair.start_actor", start_here)
+    monkeypatch.setattr("rl.diagnosis.pair.wait", lambda results: results)
+    monkeypatch.setattr("rl.diagnosis.pair.local_cluster", lambda mib: nullcontext())
+    (tmp_path / "sequences.json").write_text(corpus.to_json())
+    rows = [{"id": str(n), "problem": f"{n}+{n}?", "answer": str(2 * n)} for n in range(4)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    values = {
+        "model": "folder",
+        "model.path": folder,
+        "data": "file",
+        "data.path": tmp_path / "rows.jsonl",
+        "data.held_out": 1,
+        "sequences": tmp_path / "sequences.json",
+        "prompts": 3,
+        "engines": "[megatron,vllm]",
+        "spec": "strict",
+        "+spec.sampler.model.rotary": "bf16",
+        "conditions": "[strict,spec]",
+        "sampled_under": "strict",
+        "study": "[frozen,boundaries,attribution]",
+        "resamples": 50,
+        "run.output_dir": tmp_path / "outputs",
+        "run.cache_dir": tmp_path / "cache",
+        "learner.threads": 1,
+        "sampler.threads": 1,
+        "sampler.max_model_len": 64,
+        "sampler.max_num_seqs": 8,
+        "sampler.max_num_batched_tokens": 256,
+        "sampler.kv_cache_gib": 1 / 64,
+        "algorithm.sampling.max_tokens": 8,
+    }
+    assert main([f"{key}={value}" for key, value in values.items()]) == 0
+    [results] = (tmp_path / "outputs" / "diagnose").glob("*/results.json")
+    found = json.loads(results.read_text())
+    gaps = {gap["label"]: gap["statistics"]["max"]["value"] for gap in found["gaps"]}
+    assert gaps["strict"] == 0.0 < gaps["spec"]
+    verdicts = {verdict["label"]: verdict["text"] for verdict in found["verdicts"]}
+    assert all("equal bit for bit" in text for text in verdicts.values())
+    assert "model." not in verdicts["strict"] and verdicts["spec"].endswith(
+        "model.rotary: fp32 against bf16."
+    )
+    assert found["attribution"]["start_p99"] == 0.0
+    for way in ("forwards", "backwards"):
+        [step] = found["attribution"][way]
+        assert step["fields"] == ["model.rotary: fp32 -> bf16"] and step["p99"] > 0
+    assert "model.rotary: fp32 against bf16" in capsys.readouterr().out
