@@ -196,6 +196,7 @@ def _quantisers(target: int) -> Iterator[Compilation]:
         types = pointers | {"amax": "*u8", "row_of_slot": "*i32", "tile_expert": "*i32", "bad_counts": "*i64"}
         types |= {"rows": rows, "rows_of_group": rows}
         own = constants | {"TOP_K": top_k, "ALIGN": align, "PACKED": not align}
+        own |= {"COPIES": 2 if align else max(1, top_k)}
         yield Compilation(name, target, quantize._quantize, types, own, strict, None, True)
     pointers = {
         "fc1": "*i32",
@@ -214,7 +215,7 @@ def _quantisers(target: int) -> Iterator[Compilation]:
         own = constants | {"ALIGN": align}
         yield Compilation(name, target, swiglu._swiglu_quantize, pointers, own, strict, None, True)
     types = {"fc2": "*i32", "row_of_slot": "*i32", "coefficients": "*fp32", "output": "*i32"}
-    constants = {"WIDTH": HIDDEN // 2, "COLUMNS": 256, "TOP_K": TOP_K, "FEW": False}
+    constants = {"WIDTH": HIDDEN // 2, "COLUMNS": 256, "TOP_K": TOP_K, "OVERLAP": False}
     yield Compilation("combine", target, combine._combine, types, constants, strict, None, True)
     yield from _per_tensor(target)
 

@@ -27,10 +27,19 @@ ZERO_GROUP_BELOW = tl.constexpr(7.888609052210118e-31)  # 2^-100
 def wait_for_kernel_before():
     """For kernels launched with `launch_pdl`, which start while the kernel before them ends (programmatic dependent
     launch): ahead of the first use of what that one makes. Then lets the next kernel start, so that whatever is two
-    kernels back is complete from the beginning.
+    kernels back is complete from the beginning, unless the kernel between calls `let_next_kernel_start` before.
     """
     if COMPILED:
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def let_next_kernel_start():
+    """Ahead of `wait_for_kernel_before`: the next kernel may then start while the one before this one still runs. Ahead
+    of its own wait it must read nothing that either of them makes.
+    """
+    if COMPILED:
         tl.extra.cuda.gdc_launch_dependents()
 
 

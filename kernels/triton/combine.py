@@ -15,13 +15,19 @@ _FEW = 512  # tokens up to which a token takes several programs
 
 
 def combine(
-    fc2: torch.Tensor, groups: ExpertGroups, topk_weights: torch.Tensor, spec: ExecutionSpec
+    fc2: torch.Tensor,
+    groups: ExpertGroups,
+    topk_weights: torch.Tensor,
+    spec: ExecutionSpec,
+    *,
+    overlap: bool = False,
 ) -> torch.Tensor:
     """FC2's output bfloat16 [R, H] in grouped order and float32 [T, k] -> bfloat16 [T, H].
 
     bf16(fl(fl(p_0 y_0) + fl(p_1 y_1)) + ...): FP32, no fused multiply-add, one cast. A slot without a row (an expert
-    id that does not exist) makes its token's output NaN. Raises ValueError for specs that combine otherwise and for
-    another shape or type.
+    id that does not exist) makes its token's output NaN. overlap: starts before the end of the kernel before this one,
+    which makes fc2; groups and topk_weights, contiguous, must be complete before that one lets this one start. Raises
+    ValueError for specs that combine otherwise, for another shape or type, and for overlap with other topk_weights.
     """
     check_layer(spec)
     tokens, top_k = groups.row_of_slot.shape
@@ -32,6 +38,8 @@ def combine(
     if topk_weights.shape != (tokens, top_k) or topk_weights.dtype is not torch.float32:
         found = f"{topk_weights.dtype} {tuple(topk_weights.shape)}"
         raise ValueError(f"topk_weights must be float32 {(tokens, top_k)}, got {found}")
+    if overlap and not topk_weights.is_contiguous():
+        raise ValueError("with overlap topk_weights must be contiguous: a copy would be too young")
     output = torch.empty(tokens, fc2.shape[1], dtype=torch.bfloat16, device=fc2.device)
     if not tokens:
         return output
@@ -45,10 +53,12 @@ def combine(
         WIDTH=width,
         COLUMNS=columns,
         TOP_K=top_k,
-        FEW=tokens <= _FEW,
+        OVERLAP=overlap,
         num_warps=4,
+        # Left alone, the compiler takes so few that rows are read one after another.
+        maxnreg=64 if overlap else None,
         enable_fp_fusion=False,
-        launch_pdl=tokens <= _FEW,
+        launch_pdl=overlap,
     )
     return output
 
@@ -62,20 +72,24 @@ def _combine(
     WIDTH: tl.constexpr,
     COLUMNS: tl.constexpr,
     TOP_K: tl.constexpr,
-    FEW: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """One token, some of its columns; fc2 [R, WIDTH] and output [T, WIDTH] are int32 words of BF16 pairs."""
-    if FEW:
-        wait_for_kernel_before()
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     mask = column < WIDTH
     low = tl.zeros((COLUMNS,), tl.float32)
     high = tl.zeros((COLUMNS,), tl.float32)
+    rows = tl.tuple([])
+    own_coefficients = tl.tuple([])
     for slot in tl.static_range(TOP_K):
-        row = tl.load(row_of_slot + token * TOP_K + slot).to(tl.int64)
-        coefficient = tl.load(coefficients + token * TOP_K + slot)
-        coefficient = tl.where(row >= 0, coefficient, float("nan"))
+        rows += (tl.load(row_of_slot + token * TOP_K + slot).to(tl.int64),)
+        own_coefficients += (tl.load(coefficients + token * TOP_K + slot),)
+    if OVERLAP:
+        wait_for_kernel_before()
+    for slot in tl.static_range(TOP_K):
+        row = rows[slot]
+        coefficient = tl.where(row >= 0, own_coefficients[slot], float("nan"))
         word = tl.load(fc2 + row * WIDTH + column, mask=mask & (row >= 0), other=0).to(
             tl.uint32, bitcast=True
         )

@@ -31,9 +31,10 @@ def decode_gemm(
     tile: DecodeTile | None = None,
 ) -> torch.Tensor:
     """As `kernels.triton.grouped_gemm.grouped_gemm`, bit for bit, but for few rows an expert; rows in padding are not
-    written. A tile has as many rows as `groups` are aligned to: 16, 32 or 64. `groups` must be older than the kernel
-    before this one, which makes the operand: the two overlap. Raises ValueError for operands that do not fit or that
-    are not decoded, for groups aligned otherwise, and for weights whose N or K is no multiple of 128.
+    written. A tile has as many rows as `groups` are aligned to: 16, 32 or 64. The kernel before this one, which makes
+    the operand, and this one overlap: `groups` must be complete before that one lets this one start. Raises ValueError
+    for operands that do not fit or that are not decoded, for groups aligned otherwise, and for weights whose N or K is
+    no multiple of 128.
     """
     _, features, width = weight.shape
     if weight.words is None or weight.word_scales is None or operand.decoded is None:

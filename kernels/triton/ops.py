@@ -168,10 +168,11 @@ def run_experts(
     """
     slots, num_experts = topk_ids.numel(), w13.shape[0]
     few = w13.decodes and w2.decodes and tuning.few_rows(slots, num_experts)
-    x = plain(x)  # a copy must be older than the groups: see `permute_quantize`
+    # Copies must be older than the groups: see `permute_quantize` and `combine`.
+    x, topk_weights = plain(x), topk_weights.contiguous()
     groups = group(topk_ids, num_experts, tuning.rows_of_few(slots, num_experts) if few else ALIGN)
     steps = _few_steps if few else _steps
-    return combine(steps(x, groups, w13, w2, bad)[2], groups, topk_weights, _SPEC)
+    return combine(steps(x, groups, w13, w2, bad)[2], groups, topk_weights, _SPEC, overlap=few)
 
 
 def run_experts_for_gradient(

@@ -30,6 +30,7 @@ from kernels.triton.grouping import ExpertGroups
 from kernels.triton.operand import BLOCK, GroupedOperand, count_bad, empty_operand, finish_tiles
 from kernels.triton.support import check_bad_counts, check_quantizer, check_rows, is_plain, words
 
+_COPIES_OF_FEW = 2  # grouped rows that a program writes of a token's where there are few tokens
 _ROW_DOMAINS = (ScaleDomain.TOKEN, ScaleDomain.ROW)
 
 
@@ -126,6 +127,7 @@ def launch_rows(
         PADDED=triton.next_power_of_2(blocks),
         ROWS=own.rows,
         TOP_K=0,
+        COPIES=1,
         BF16=x.dtype is torch.bfloat16,
         SHARED=amax is not None,
         PACKED=True,
@@ -179,7 +181,8 @@ def permute_quantize(
     if not direct:
         token_outer = torch.empty(tokens, dtype=torch.float32, device=device)
         token_bad = torch.empty(tokens, dtype=torch.uint8, device=device)
-    _quantize[(triton.cdiv(tokens, own.rows),)](
+    copies = min(_COPIES_OF_FEW, top_k) if direct else top_k
+    _quantize[(triton.cdiv(tokens, own.rows), triton.cdiv(top_k, copies))](
         words(x),
         token_scales if result.codes is None else result.codes.view(torch.int32),
         token_scales if result.decoded is None else result.decoded.view(torch.int32),
@@ -196,6 +199,7 @@ def permute_quantize(
         PADDED=triton.next_power_of_2(blocks),
         ROWS=own.rows,
         TOP_K=top_k,
+        COPIES=copies,
         BF16=x.dtype is torch.bfloat16,
         SHARED=False,
         PACKED=packed,
@@ -228,6 +232,7 @@ def _quantize(
     PADDED: tl.constexpr,
     ROWS: tl.constexpr,
     TOP_K: tl.constexpr,
+    COPIES: tl.constexpr,
     BF16: tl.constexpr,
     SHARED: tl.constexpr,
     PACKED: tl.constexpr,
@@ -235,7 +240,8 @@ def _quantize(
     ALIGN: tl.constexpr,
 ):
     """x int32 words [rows, K/2 or K] -> codes int32 and decoded int32 (f16 pairs) at their destinations, scales and g
-    of the rows. TOP_K = 0: a row's destination is its own number, else those in row_of_slot [rows, TOP_K], -1 for none.
+    of the rows. TOP_K = 0: a row's destination is its own number, else those in row_of_slot [rows, TOP_K], -1 for none,
+    of which a program takes COPIES.
     ALIGN > 0: g and flags go to the destinations too, which stand in tiles of ALIGN rows, and flags are counted; the
     kernel before this one makes row_of_slot.
     """
@@ -285,12 +291,14 @@ def _quantize(
         f16_words = decoded_words(c0, c1, scale, ROWS, PADDED)
     if ALIGN > 0:
         wait_for_kernel_before()
-    for slot in tl.static_range(max(TOP_K, 1)):
+    for copy in tl.static_range(COPIES):
         if TOP_K == 0:
             target = row
             there = own
         else:
-            target = tl.load(row_of_slot + row * TOP_K + slot, mask=own, other=-1).to(tl.int64)
+            slot = tl.program_id(1) * COPIES + copy
+            exists = own & (slot < TOP_K)
+            target = tl.load(row_of_slot + row * TOP_K + slot, mask=exists, other=-1).to(tl.int64)
             there = target >= 0
         if ALIGN > 0:
             tl.store(outer + target, row_g, mask=there)

@@ -29,6 +29,7 @@ from kernels.triton.codec import (
     approximate_reciprocal,
     bf16_high,
     bf16_low,
+    let_next_kernel_start,
     pack_bf16,
     wait_for_kernel_before,
 )
@@ -41,6 +42,8 @@ _MINUS_LOG2_E = tl.constexpr(-1.4426950408889634)
 _LESS = tl.constexpr(1 - 2**-17)  # more than the relative error of silu where that is above 2^-119
 _MORE = tl.constexpr(1 + 2**-17)
 _TINY = tl.constexpr(2.0**-100)  # smaller products are looked up; in the assembly below as two BF16 numbers
+# Of a thread where there are few rows: left alone, the compiler takes so few that loads wait for each other.
+_REGISTERS_OF_FEW = 64
 
 # $0: a word of products; $1, $2: what they are between, rounded; $3, $4: words of gates and ups; $5: the table.
 _LOOK_UP = tl.constexpr("""{
@@ -83,10 +86,11 @@ def swiglu_quantize(
     quantisation, bfloat16 [R, F] with padding rows of zeros, if `keep_act`.
 
     Rows of padding are not read; rows from starts[E] on are neither read nor written. bad_counts: int64 [E], to which
-    the number of each expert's rows that are not finite is added; padding is then not written either. The first call
-    on a device makes a table there, and cannot be part of a CUDA graph. Raises ValueError for specs other than
-    `minite`'s, for another shape or type, when no form is asked for, and for bad_counts beside packed codes or
-    `keep_act`.
+    the number of each expert's rows that are not finite is added; padding is then not written either, `groups` must be
+    complete before the kernel before this one, which makes fc1, lets this one start, and the kernel after may start
+    before that one has ended. The first call on a device makes a table there, and cannot be part of a CUDA graph.
+    Raises ValueError for specs other than `minite`'s, for another shape or type, when no form is asked for, and for
+    bad_counts beside packed codes or `keep_act`.
     """
     check_quantizer(spec, (ScaleDomain.TOKEN,))
     _check(fc1, groups)
@@ -168,6 +172,7 @@ def _launch(
         DECODED=decoded is not None,
         KEEP_ACT=act is not None,
         num_warps=own.warps,
+        maxnreg=_REGISTERS_OF_FEW if few else None,
         enable_fp_fusion=False,
         launch_pdl=few,
     )
@@ -241,6 +246,7 @@ def _swiglu_quantize(
     routed = other >= 0
     if ALIGN > 0:
         row = other.to(tl.int64)
+        let_next_kernel_start()
         wait_for_kernel_before()  # not ahead of the groups, which are older
         inside = routed
         some = tl.max(routed.to(tl.int32), axis=0) > 0

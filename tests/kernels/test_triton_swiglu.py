@@ -136,6 +136,7 @@ def test_refusals() -> None:
         (lambda: combine(rows, groups, ones.double(), MINITE), "float32"),
         (lambda: combine(rows, groups, ones, named_spec("te_exact")), "does not compute 'te_exact'"),
         (lambda: combine(rows[1:], groups, ones, MINITE), "rows"),
+        (lambda: combine(rows, groups, ones.repeat(1, 2)[:, :1], MINITE, overlap=True), "contiguous"),
     ):
         with pytest.raises(ValueError, match=message):
             call()
