@@ -193,10 +193,11 @@ def _quantisers(target: int) -> Iterator[Compilation]:
     if target < 100:
         forms["permute and quantise, few"] = (TOP_K, 16)
     for name, (top_k, align) in forms.items():
-        types = pointers | {"amax": "*u8", "row_of_slot": "*i32", "tile_expert": "*i32", "bad_counts": "*i64"}
+        types = pointers | {"amax": "*u8", "ids": "*i64", "row_of_slot": "*i32"}
+        types |= {"tile_expert": "*i32", "bad_counts": "*i64"}
         types |= {"rows": rows, "rows_of_group": rows}
         own = constants | {"TOP_K": top_k, "ALIGN": align, "PACKED": not align}
-        own |= {"COPIES": 2 if align else max(1, top_k)}
+        own |= {"COPIES": 2 if align else max(1, top_k), "EXPERTS": EXPERTS, "SLOTS": 256 if align else 0}
         yield Compilation(name, target, quantize._quantize, types, own, strict, None, True)
     pointers = {
         "fc1": "*i32",

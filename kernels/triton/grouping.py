@@ -32,6 +32,8 @@ class ExpertGroups:
     starts: int32 [E + 1], first grouped row of each expert, multiples of `align`; starts[E]: the rows in use
     counts: int32 [E], slots of each expert
     tile_expert: int32 [R / align], the expert of each tile of `align` rows; -1 from starts[E] on
+    ids: the integers [T, k] that were grouped, contiguous; None where groups are put together from the other tensors.
+        Held, since a copy's memory could otherwise be written while the groups are made
     """
 
     row_of_slot: torch.Tensor
@@ -40,6 +42,7 @@ class ExpertGroups:
     counts: torch.Tensor
     tile_expert: torch.Tensor
     align: int = ALIGN
+    ids: torch.Tensor | None = None
 
     @property
     def rows(self) -> int:
@@ -77,10 +80,10 @@ def group(topk_ids: torch.Tensor, num_experts: int, align: int = ALIGN) -> Exper
         return torch.empty(shape, dtype=torch.int32, device=device)
 
     chunks, tiles = -(-slots // _CHUNK), rows // align
-    groups = ExpertGroups(
-        ints(*topk_ids.shape), ints(rows), ints(num_experts + 1), ints(num_experts), ints(tiles), align
-    )
     ids = topk_ids.contiguous()
+    groups = ExpertGroups(
+        ints(*topk_ids.shape), ints(rows), ints(num_experts + 1), ints(num_experts), ints(tiles), align, ids
+    )
     if slots <= _FEW:
         _group_few[(num_experts,)](
             ids,
@@ -92,7 +95,7 @@ def group(topk_ids: torch.Tensor, num_experts: int, align: int = ALIGN) -> Exper
             slots,
             rows,
             E=num_experts,
-            PADDED=triton.next_power_of_2(num_experts + 1),
+            PADDED=triton.next_power_of_2(num_experts),
             ALIGN=align,
             BLOCK=min(_READ, max(32, triton.next_power_of_2(slots))),
             num_warps=4,
@@ -131,7 +134,7 @@ def group(topk_ids: torch.Tensor, num_experts: int, align: int = ALIGN) -> Exper
 
 
 @triton.jit
-def _load_ids(ids, slot, slots, num_experts):
+def load_ids(ids, slot, slots, num_experts):
     """Expert ids; those that do not exist are -1."""
     found = tl.load(ids + slot, mask=slot < slots, other=-1)
     return tl.where((found >= 0) & (found < num_experts), found, -1).to(tl.int32)
@@ -155,13 +158,13 @@ def _group_few(
     """All of a grouping for one expert; each program counts every expert's slots, so that none waits for another."""
     wait_for_kernel_before()
     expert = tl.program_id(0)
-    bins = tl.arange(0, PADDED)  # bin E: ids and slots that do not exist
+    bins = tl.arange(0, PADDED)
     total = tl.zeros((PADDED,), tl.int32)
     for first in range(0, slots, BLOCK):
         slot = first + tl.arange(0, BLOCK)
-        found = _load_ids(ids, slot, slots, E)
-        total += tl.histogram(tl.where(found < 0, E, found), PADDED)
-    tiles = tl.where(bins < E, (total + ALIGN - 1) // ALIGN, 0)
+        found = load_ids(ids, slot, slots, E)
+        total += tl.histogram(found, PADDED, mask=found >= 0)
+    tiles = (total + ALIGN - 1) // ALIGN
     start = tl.sum(tl.where(bins < expert, tiles, 0), axis=0) * ALIGN
     count = tl.sum(tl.where(bins == expert, total, 0), axis=0)
     end = start + (count + ALIGN - 1) // ALIGN * ALIGN
@@ -170,7 +173,7 @@ def _group_few(
     done = start
     for first in range(0, slots, BLOCK):
         slot = first + tl.arange(0, BLOCK)
-        found = _load_ids(ids, slot, slots, E)
+        found = load_ids(ids, slot, slots, E)
         own = found == expert
         row = done + tl.cumsum(own.to(tl.int32), axis=0) - 1
         tl.store(row_of_slot + slot, row, mask=own)
@@ -187,6 +190,32 @@ def _group_few(
 
 
 @triton.jit
+def load_some_ids(ids, first, slots, COUNT: tl.constexpr, E: tl.constexpr):
+    """The experts of COUNT slots from `first` on, -1 for none: a tuple of int32."""
+    experts = tl.tuple([])
+    for i in tl.static_range(COUNT):
+        experts += (load_ids(ids, first + i, slots, E),)
+    return experts
+
+
+@triton.jit
+def rows_of_slots(found, experts, first, PADDED: tl.constexpr, ALIGN: tl.constexpr, BLOCK: tl.constexpr):
+    """The grouped rows of slots from `first` on, as `_group_few` has them in row_of_slot: a tuple of int32.
+
+    found: the experts of all slots, int32 [BLOCK]; experts: those of the slots in question, a tuple. -1 for none.
+    """
+    slot = tl.arange(0, BLOCK)
+    bins = tl.arange(0, PADDED)
+    sizes = (tl.histogram(found, PADDED, mask=found >= 0) + ALIGN - 1) // ALIGN * ALIGN
+    rows = tl.tuple([])
+    for i in tl.static_range(len(experts)):
+        start = tl.sum(tl.where(bins < experts[i], sizes, 0), axis=0)
+        earlier = (found == experts[i]) & (slot < first + i)
+        rows += (tl.where(experts[i] >= 0, start + tl.sum(earlier.to(tl.int32), axis=0), -1),)
+    return rows
+
+
+@triton.jit
 def _fill(target, first, end, value, BLOCK: tl.constexpr):
     for start in range(first, end, BLOCK):
         at = start + tl.arange(0, BLOCK)
@@ -198,9 +227,9 @@ def _rank(ids, ranks, counts, slots, num_experts, chunks, CHUNK: tl.constexpr):
     """A slot's number among the slots of its expert in its chunk; counts [E, chunks] of the experts that occur."""
     chunk = tl.program_id(0)
     own = chunk * CHUNK + tl.arange(0, CHUNK)
-    expert = _load_ids(ids, own, slots, num_experts)
+    expert = load_ids(ids, own, slots, num_experts)
     other = chunk * CHUNK + tl.arange(0, CHUNK)
-    same = expert[:, None] == _load_ids(ids, other, slots, num_experts)[None, :]
+    same = expert[:, None] == load_ids(ids, other, slots, num_experts)[None, :]
     earlier = same & (other[None, :] < own[:, None])
     rank = tl.sum(earlier.to(tl.int32), axis=1)
     tl.store(ranks + own, rank, mask=own < slots)
@@ -259,7 +288,7 @@ def _place(
     """Both directions of the permutation."""
     chunk = tl.program_id(0)
     slot = chunk * CHUNK + tl.arange(0, CHUNK)
-    expert = _load_ids(ids, slot, slots, num_experts)
+    expert = load_ids(ids, slot, slots, num_experts)
     routed = expert >= 0
     row = tl.load(starts + expert, mask=routed, other=0)
     row += tl.load(before + expert.to(tl.int64) * chunks + chunk, mask=routed, other=0)

@@ -99,9 +99,8 @@ def finish_tiles(
 
 
 @triton.jit
-def count_bad(bad_counts, tile_expert, tile_number, mask, ROWS: tl.constexpr):
-    """One more for the experts of these tiles, where mask says so."""
-    expert = tl.load(tile_expert + tile_number, mask=mask, other=0)
+def count_bad(bad_counts, expert, mask, ROWS: tl.constexpr):
+    """One more for these experts, where mask says so."""
     tl.atomic_add(bad_counts + expert, tl.full((ROWS,), 1, tl.int64), mask=mask)
 
 

@@ -26,11 +26,14 @@ from kernels.triton.block import (
     outer_scale,
 )
 from kernels.triton.codec import wait_for_kernel_before
-from kernels.triton.grouping import ExpertGroups
+from kernels.triton.grouping import ExpertGroups, load_ids, load_some_ids, rows_of_slots
 from kernels.triton.operand import BLOCK, GroupedOperand, count_bad, empty_operand, finish_tiles
 from kernels.triton.support import check_bad_counts, check_quantizer, check_rows, is_plain, words
 
 _COPIES_OF_FEW = 2  # grouped rows that a program writes of a token's where there are few tokens
+_OWN_SLOTS = (
+    512  # and experts, up to which a program finds its rows itself, instead of waiting for the groups
+)
 _ROW_DOMAINS = (ScaleDomain.TOKEN, ScaleDomain.ROW)
 
 
@@ -121,6 +124,7 @@ def launch_rows(
         bad,
         bad,
         bad,
+        bad,
         rows,
         rows_of_group,
         BLOCKS=blocks,
@@ -128,6 +132,8 @@ def launch_rows(
         ROWS=own.rows,
         TOP_K=0,
         COPIES=1,
+        EXPERTS=0,
+        SLOTS=0,
         BF16=x.dtype is torch.bfloat16,
         SHARED=amax is not None,
         PACKED=True,
@@ -151,9 +157,11 @@ def permute_quantize(
 
     Does not wait for the device: rows that are not finite are marked in `bad`. bad_counts: int64 [E], to which the
     number of each expert's rows that are not finite is added; padding is then left as it is, and all is one launch,
-    whose work on x overlaps the kernel before it: x must be older than that, as it is where `groups` were made last.
-    Raises ValueError for specs other than `minite`'s, for another shape or type, for groups of another number of
-    tokens, when no form is asked for, and for packed codes with bad_counts.
+    which overlaps the kernel before it. `groups` must then be what was made last, after x: up to 512 slots and experts
+    each program finds its rows from the ids and stores them while `group` still runs. Nothing else runs then, since
+    `group` waits for all that is older before it lets this one start: no kernel is left that could use memory which
+    was freed and is now the result's. Raises ValueError for specs other than `minite`'s, for another shape or type, for
+    groups of another number of tokens, when no form is asked for, and for packed codes with bad_counts.
     """
     check_quantizer(spec, _ROW_DOMAINS)
     check_rows(x, "activation")
@@ -182,6 +190,8 @@ def permute_quantize(
         token_outer = torch.empty(tokens, dtype=torch.float32, device=device)
         token_bad = torch.empty(tokens, dtype=torch.uint8, device=device)
     copies = min(_COPIES_OF_FEW, top_k) if direct else top_k
+    slots, experts = tokens * top_k, groups.counts.shape[0]
+    alone = direct and groups.ids is not None and max(slots, experts) <= _OWN_SLOTS
     _quantize[(triton.cdiv(tokens, own.rows), triton.cdiv(top_k, copies))](
         words(x),
         token_scales if result.codes is None else result.codes.view(torch.int32),
@@ -190,6 +200,7 @@ def permute_quantize(
         token_outer,
         token_bad,
         token_bad,
+        groups.row_of_slot if groups.ids is None else groups.ids,
         groups.row_of_slot,
         groups.tile_expert,
         token_bad if bad_counts is None else bad_counts,
@@ -200,12 +211,16 @@ def permute_quantize(
         ROWS=own.rows,
         TOP_K=top_k,
         COPIES=copies,
+        EXPERTS=experts,
+        SLOTS=max(32, triton.next_power_of_2(slots)) if alone else 0,
         BF16=x.dtype is torch.bfloat16,
         SHARED=False,
         PACKED=packed,
         DECODED=decoded,
         ALIGN=groups.align if direct else 0,
         num_warps=own.warps,
+        # Left alone, the compiler takes so few that loads wait for each other.
+        maxnreg=64 if direct else None,
         enable_fp_fusion=False,
         launch_pdl=direct,
     )
@@ -223,6 +238,7 @@ def _quantize(
     outer,
     bad,
     amax,
+    ids,
     row_of_slot,
     tile_expert,
     bad_counts,
@@ -233,6 +249,8 @@ def _quantize(
     ROWS: tl.constexpr,
     TOP_K: tl.constexpr,
     COPIES: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    SLOTS: tl.constexpr,
     BF16: tl.constexpr,
     SHARED: tl.constexpr,
     PACKED: tl.constexpr,
@@ -241,10 +259,16 @@ def _quantize(
 ):
     """x int32 words [rows, K/2 or K] -> codes int32 and decoded int32 (f16 pairs) at their destinations, scales and g
     of the rows. TOP_K = 0: a row's destination is its own number, else those in row_of_slot [rows, TOP_K], -1 for none,
-    of which a program takes COPIES.
-    ALIGN > 0: g and flags go to the destinations too, which stand in tiles of ALIGN rows, and flags are counted; the
-    kernel before this one makes row_of_slot.
+    of which a program takes COPIES. ALIGN > 0: g and flags go to the destinations too, which stand in tiles of ALIGN
+    rows, and flags are counted; the kernel before this one makes row_of_slot. SLOTS > 0, a power of two: the
+    destinations are found from ids instead, which has no more than so many elements, and that kernel is only waited
+    for at the end: what reads its results may start after this one.
     """
+    if SLOTS > 0:
+        tl.static_assert(ROWS == 1)
+        first = tl.program_id(0) * TOP_K + tl.program_id(1) * COPIES
+        expert_of_slot = load_ids(ids, tl.arange(0, SLOTS), rows * TOP_K, EXPERTS)
+        experts = load_some_ids(ids, first, rows * TOP_K, COPIES, EXPERTS)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     block = tl.arange(0, PADDED)
     own = row < rows
@@ -266,6 +290,9 @@ def _quantize(
         row_bits = tl.load(amax + row // rows_of_group, mask=own, other=0)
     else:
         row_bits = tl.max(block_bits, axis=1)
+    if SLOTS > 0:
+        BINS: tl.constexpr = triton.next_power_of_2(EXPERTS)
+        targets = rows_of_slots(expert_of_slot, experts, first, BINS, ALIGN, SLOTS)
     row_g, finite = outer_scale(row_bits)
     flag = tl.where(finite, 0, 1).to(tl.uint8)
     g = tl.broadcast_to(row_g[:, None], (ROWS, PADDED))
@@ -289,7 +316,7 @@ def _quantize(
     word = tl.arange(0, PADDED * 8)
     if DECODED:
         f16_words = decoded_words(c0, c1, scale, ROWS, PADDED)
-    if ALIGN > 0:
+    if ALIGN > 0 and SLOTS == 0:
         wait_for_kernel_before()
     for copy in tl.static_range(COPIES):
         if TOP_K == 0:
@@ -298,15 +325,25 @@ def _quantize(
         else:
             slot = tl.program_id(1) * COPIES + copy
             exists = own & (slot < TOP_K)
-            target = tl.load(row_of_slot + row * TOP_K + slot, mask=exists, other=-1).to(tl.int64)
+            if SLOTS > 0:
+                target = tl.where(exists, targets[copy], -1).to(tl.int64)
+            else:
+                target = tl.load(row_of_slot + row * TOP_K + slot, mask=exists, other=-1).to(tl.int64)
             there = target >= 0
         if ALIGN > 0:
             tl.store(outer + target, row_g, mask=there)
             tl.store(bad + target, flag, mask=there)
-            count_bad(bad_counts, tile_expert, target // ALIGN, there & (flag > 0), ROWS)
+            wrong = there & (flag > 0)
+            if SLOTS > 0:
+                expert = tl.zeros((ROWS,), tl.int32) + experts[copy]
+            else:
+                expert = tl.load(tile_expert + target // ALIGN, mask=wrong, other=0)
+            count_bad(bad_counts, expert, wrong, ROWS)
         if PACKED:
             to = (target[:, None] * BLOCKS + block[None, :])[:, :, None] * 2 + pair[None, None, :]
             tl.store(codes + to, code_words, mask=(there[:, None] & (block < BLOCKS)[None, :])[:, :, None])
         if DECODED:
             to = target[:, None] * (BLOCKS * 8) + word[None, :]
             tl.store(decoded + to, f16_words, mask=there[:, None] & (word < BLOCKS * 8)[None, :])
+    if SLOTS > 0:
+        wait_for_kernel_before()

@@ -283,7 +283,9 @@ def _swiglu_quantize(
             tl.store(outer + row, tl.where(routed, row_g, 0.0), mask=inside)
             tl.store(bad + row, tl.where(finite, 0, 1).to(tl.uint8), mask=inside)
             if ALIGN > 0:
-                count_bad(bad_counts, tile_expert, row // ALIGN, routed & ~finite, ROWS)
+                wrong = routed & ~finite
+                expert = tl.load(tile_expert + row // ALIGN, mask=wrong, other=0)
+                count_bad(bad_counts, expert, wrong, ROWS)
             row_g = tl.broadcast_to(row_g[:, None], (ROWS, PADDED))
             scale = block_scale(block_bits, row_g, tl.broadcast_to(finite[:, None], (ROWS, PADDED)))
             c0, c1 = codes_of_bf16(w0, w1, w2, w3, w4, w5, w6, w7, scale, row_g)

@@ -15,7 +15,7 @@ from kernels.packing import unpack
 from kernels.quantize import QuantizedTensor, decode, quantize_activation
 from kernels.quantize import quantize_weight as reference_weight
 from kernels.swizzle import swizzle_128x4
-from kernels.triton import codec
+from kernels.triton import codec, quantize
 from kernels.triton.grouping import ExpertGroups, group
 from kernels.triton.operand import GroupedOperand
 from kernels.triton.quantize import permute_quantize, quantize_rows
@@ -265,6 +265,31 @@ def test_weights_that_are_not_finite(name: str) -> None:
     weight[1, 2, 3] = float("nan")
     with pytest.raises(ValueError, match=r"weight of expert 1 .*1 NaN and 0 infinite"):
         quantize_weight(weight.to(DEVICE), WEIGHT[name])
+
+
+@pytest.mark.parametrize("own_slots", [512, 0])
+@pytest.mark.parametrize(("tokens", "top_k", "experts"), [(6, 3, 7), (1, 1, 1), (5, 8, 32)])
+def test_few_rows(
+    tokens: int, top_k: int, experts: int, own_slots: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one launch as in two, ids that do not exist and rows that are not finite included; these are counted."""
+    monkeypatch.setattr(quantize, "_OWN_SLOTS", own_slots)
+    x = difficult(tokens, 48, seed=tokens)
+    x[-1, 5] = float("inf")
+    ids = torch.randint(-1, experts + 1, (tokens, top_k), generator=torch.Generator().manual_seed(tokens))
+    ids[-1, 0] = 0
+    counts = torch.zeros(experts, dtype=torch.int64, device=DEVICE)
+    groups = group(ids.to(DEVICE), experts, 16)
+    form = {"packed": False, "decoded": True}
+    found = permute_quantize(x.to(DEVICE), groups, SPEC, **form, bad_counts=counts)
+    expected = permute_quantize(x.to(DEVICE), groups, SPEC, **form)
+    rows = groups.row_of_slot[groups.row_of_slot >= 0].long()
+    assert found.decoded is not None and expected.decoded is not None
+    assert torch.equal(found.decoded[rows], expected.decoded[rows])
+    assert torch.equal(found.bad[rows], expected.bad[rows])
+    assert torch.equal(found.outer_scales[rows].nan_to_num(-1), expected.outer_scales[rows].nan_to_num(-1))
+    last = ids[-1][(ids[-1] >= 0) & (ids[-1] < experts)]
+    assert torch.equal(counts.cpu(), torch.bincount(last, minlength=experts))
 
 
 def test_refusals() -> None:
