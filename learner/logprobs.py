@@ -177,6 +177,21 @@ def nucleus(logits: torch.Tensor, top_p: float) -> torch.Tensor:
     1 - top_p; the likeliest always stays.
     """
     ascending, order = logits.sort(dim=-1)  # among equals, this very sort decides for the sampler, too
-    left_out = ascending.softmax(-1).cumsum(-1) <= 1 - ascending.new_tensor(top_p)
+    left_out = _running_sums(ascending.softmax(-1)) <= 1 - ascending.new_tensor(top_p)
     left_out[:, -1] = False
     return torch.zeros_like(left_out).scatter_(-1, order, ~left_out)
+
+
+def _running_sums(values: torch.Tensor) -> torch.Tensor:
+    """`cumsum` of each row of [N, V]. On a GPU torch refuses it where algorithms must be deterministic, since a single
+    row may be summed in any order; of several rows each is summed by one block of threads, in a fixed order.
+    """
+    if not values.is_cuda or not torch.are_deterministic_algorithms_enabled():
+        return values.cumsum(-1)
+    several = torch.cat((values, values)) if len(values) == 1 else values
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(False)
+    try:
+        return several.cumsum(-1)[: len(values)]
+    finally:
+        torch.use_deterministic_algorithms(True, warn_only=warn_only)

@@ -256,9 +256,9 @@ class Policy(Trainable):
         if self.ranks.place.rank in holders.values():
             experts = self.model.experts()[layer - self.model.own_layers.start]
             own = parts_of(experts, target.spec_for(layer))
-        described = [(part, tensor.shape[1:], tensor.dtype) for part, tensor in own.items()]
-        for part, shape, dtype in self.ranks.tell(described, holders[0]):
-            shape = (self.architecture.experts, *shape)
+        described = [(part, tensor.shape, tensor.dtype) for part, tensor in own.items()]
+        for part, (count, *rest), dtype in self.ranks.tell(described, holders[0]):
+            shape = (count * len(holders), *rest)  # experts come first, also where a part is flattened
             whole = self.ranks.collect(name, partial(own.__getitem__, part), shape, dtype)
             yield part, torch.empty(0) if whole is None else whole
 

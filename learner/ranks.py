@@ -207,7 +207,7 @@ class Ranks:
 
     def barrier(self) -> None:
         if self.count > 1:
-            dist.barrier()
+            dist.barrier(device_ids=[self.device.index] if self.device.type == "cuda" else None)
 
     @contextmanager
     def together(self) -> Iterator[None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -12,6 +13,7 @@ from kernels.precision_map import PrecisionMap
 from kernels.report import EngineReport
 from rl.actors import CriticActor, LearnerActor, SamplerActor, WeightSyncActor, peak_memory_mib
 from rl.cluster import Remote, start_actor, stop_actor, wait
+from rl.config import Config
 from rl.devices import device_of
 from rl.expert_load import expert_load_by_layer
 from rl.fleet import Fleet
@@ -140,7 +142,21 @@ def _start_sampler(plan: Plan, model: Path, folder: RunFolder, index: int) -> Re
     config = plan.config
     name = f"sampler_{index}" if index else "sampler"
     arguments = (model, plan.sampler_map, config.sampler, config.sync.transport)
-    return start_actor(SamplerActor, name, config.sampler.threads, folder.path / f"{name}.log", *arguments)
+    log, environment = folder.path / f"{name}.log", sampler_environment(config, index)
+    return start_actor(SamplerActor, name, config.sampler.threads, log, *arguments, environment=environment)
+
+
+def sampler_environment(config: Config, index: int) -> dict[str, str]:
+    """With `cluster.placement=separate` the GPUs behind those of the learner's ranks are all that samplers see, each
+    its own; GPUs are counted among those that this process sees.
+    """
+    if not config.cluster.gpus or config.cluster.placement != "separate":
+        return {}
+    each = config.sampler.tensor_parallel
+    first = config.learner.processes + index * each
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    known = visible.split(",") if visible else [str(gpu) for gpu in range(first + each)]
+    return {"CUDA_VISIBLE_DEVICES": ",".join(known[first : first + each])}
 
 
 def _start_critic(plan: Plan, model: Path, folder: RunFolder) -> Remote | Group:

@@ -44,12 +44,26 @@ def join(store: Any, host: str, rank: int, size: int, timeout_s: float, device: 
         nccl: Any = dist.ProcessGroupNCCL
         options = nccl.Options()
         options._timeout = timeout
-        return nccl(store, rank, size, options)
+        group = nccl(store, rank, size, options)
+        _connect(group, rank, size, device)
+        return group
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()
     options._devices = [gloo.create_device(hostname=host)]  # listens there and nowhere else
     options._timeout = timeout
     return gloo(store, rank, size, options)
+
+
+def _connect(group: Any, rank: int, size: int, device: torch.device) -> None:
+    """NCCL connects at the first transfer, for which the sender then waits until the other side comes: too late, as a
+    receiver learns of a chunk only when the sender has begun with it. So each kind of transfer is made once here.
+    """
+    empty = torch.zeros(1, dtype=torch.uint8, device=device)
+    works = [group.broadcast([empty], _from_sender())]
+    works += [group.recv([empty], 0, 0)] if rank else [group.send([empty], to, 0) for to in range(1, size)]
+    for work in works:
+        work.wait()
+    torch.cuda.synchronize(device)
 
 
 class GroupOutlet:

@@ -1,8 +1,11 @@
-"""What each of several processes does that share a model: gloo, on this machine, over the loopback interface."""
+"""What each of several processes does that share a model, on this machine: on a CPU over gloo and the loopback
+interface, on GPUs over NCCL, each process with one of its own.
+"""
 
 from __future__ import annotations
 
 import os
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,10 +14,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from kernels.catalogue import named_spec
 from kernels.digest import tensor_digest
+from kernels.precision_map import PrecisionMap
 from learner.batch import TrainBatch
 from learner.config import CorrectionConfig, CriticConfig, KLConfig, LearnerConfig, ObjectiveConfig
 from learner.critic import Critic
+from learner.folders import read_config
 from learner.megatron_api import parallel_state
 from learner.policy import Policy
 from learner.trainable import Trainable
@@ -67,6 +73,12 @@ CASES_OF = {
     "pp2": ["everything", "strict"],
     **{name: ["everything"] for name in ("tp2_ep2", *FOURS)},
 }
+# With 12 tokens a micro-batch one process and two replicas cut `make_batch` into the same micro-batches.
+GPU_ONLY = {"same_products": ("everything", "minite", "bfloat16", False, 1.0)}
+ALL_CASES = CASES | GPU_ONLY
+MICRO_BATCH_TOKENS = {"same_products": 12}
+GPU_CASES = {name: ["everything", "same_products"] for name in PAIRS}
+GPU_CASES["tp2"].append("token_mean")
 Folders = dict[bool, Path]  # of the model, with tied embeddings or without
 
 
@@ -98,18 +110,21 @@ def make_batch() -> TrainBatch:
     )
 
 
-def settings(layout: dict[str, Any], dtype: str = "float32") -> LearnerConfig:
+def settings(
+    layout: dict[str, Any], dtype: str = "float32", device: str = "cpu", micro_batch_tokens: int = 30
+) -> LearnerConfig:
     """Gradients are clipped; a large eps keeps AdamW from blowing the rounding of small gradients up."""
-    common = {"lr": 1e-3, "grad_clip": 0.05, "eps": 1e-2, "micro_batch_tokens": 30, "weight_decay": 0.1}
-    return LearnerConfig(**common, dtype=dtype, **layout)
+    common = {"lr": 1e-3, "grad_clip": 0.05, "eps": 1e-2, "weight_decay": 0.1}
+    own = {"micro_batch_tokens": micro_batch_tokens, "dtype": dtype, "device": device}
+    return LearnerConfig(**common, **own, **layout)
 
 
 def blocks(trainable: Trainable, values: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """What this process holds, by parameters' names in the whole model, with where it belongs."""
+    """What this process holds, on the CPU, by parameters' names in the whole model, with where it belongs."""
     place, found = trainable.ranks.place, {}
     for name, value in values.items():
         whole_name = place.global_name(name, trainable.architecture)
-        found[whole_name] = (place.box(whole_name, tuple(value.shape)).start, value)
+        found[whole_name] = (place.box(whole_name, tuple(value.shape)).start, value.cpu())
     return found
 
 
@@ -134,18 +149,23 @@ def recorded(trainable: Trainable, update: Callable[[], dict[str, float]]) -> tu
         del optimizer.step
 
 
-def policy_of(folders: Folders, case: str, layout: dict[str, Any]) -> Policy:
-    _, spec, dtype, tied, _ = CASES[case]
-    return Policy(folders[tied], precision_map(spec), settings(layout, dtype), seed=0)
+def policy_of(folders: Folders, case: str, layout: dict[str, Any], device: str = "cpu") -> Policy:
+    _, spec, dtype, tied, _ = ALL_CASES[case]
+    layers = read_config(folders[tied]).num_hidden_layers
+    own_map = PrecisionMap.resolve(layers, named_spec(spec))
+    config = settings(layout, dtype, device, MICRO_BATCH_TOKENS.get(case, 30))
+    return Policy(folders[tied], own_map, config, seed=0)
 
 
-def steps_of(folders: Folders, case: str, layout: dict[str, Any], out: Path | None = None) -> dict[str, Any]:
+def steps_of(
+    folders: Folders, case: str, layout: dict[str, Any], out: Path | None = None, device: str = "cpu"
+) -> dict[str, Any]:
     """Scores; metrics and gradient of the first of two updates; what is exported, and the weights, after the second.
 
     Where `out` is given, a checkpoint of the time between them is left there.
     """
-    objective, top_p = OBJECTIVES[CASES[case][0]], CASES[case][4]
-    policy, batch = policy_of(folders, case, layout), make_batch()
+    objective, top_p = OBJECTIVES[ALL_CASES[case][0]], ALL_CASES[case][4]
+    policy, batch = policy_of(folders, case, layout, device), make_batch()
     scores = policy.score(batch.tokens, batch.lengths, batch.loss_mask, 0.8, top_p, return_routes=True)
     metrics, gradient = recorded(policy, lambda: policy.update(batch, objective, 1.0, top_p))
     if out is not None:
@@ -168,9 +188,11 @@ def exported(policy: Policy) -> Iterator[tuple[str, torch.Tensor]]:
         yield f"operand {name}", tensor
 
 
-def resumed(folders: Folders, case: str, layout: dict[str, Any], saved: Path) -> dict[str, Any]:
+def resumed(
+    folders: Folders, case: str, layout: dict[str, Any], saved: Path, device: str = "cpu"
+) -> dict[str, Any]:
     """The second update, from a checkpoint of another layout."""
-    policy = policy_of(folders, case, layout)
+    policy = policy_of(folders, case, layout, device)
     policy.restore(saved)
     last = policy.update(make_batch(), OBJECTIVES[CASES[case][0]], 1.0, CASES[case][4])
     return {"last": last, "weights": weights(policy)}
@@ -215,11 +237,13 @@ def failing(folders: Folders, layout: dict[str, Any], rank: int) -> str:
 
 
 @contextmanager
-def world(rank: int, ranks: int, port: int) -> Iterator[None]:
+def world(rank: int, ranks: int, port: int, device: str = "cpu") -> Iterator[None]:
     """The environment that torchrun would make, and nothing left of the process group afterwards."""
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks)}
-    dist.init_process_group("gloo")
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank)}
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    dist.init_process_group("nccl" if device == "cuda" else "gloo")
     try:
         yield
     finally:
@@ -255,3 +279,31 @@ def run_process(process: int, ports: Sequence[int], folders: Folders, out: Path,
     for port, name in zip(ports[len(PAIRS) :], FOURS, strict=True):
         with world(process, 4, port):
             saved = run_layout(name, process, folders, out, saved)
+
+
+def run_on_gpus(rank: int, ports: Sequence[int], folders: Folders, out: Path, device: str = "cuda") -> None:
+    """Process number 0 or 1: every pair in turn, each from the checkpoint of the one before. A case that fails leaves
+    its error in the place of its results.
+    """
+    torch.set_num_threads(1)
+    saved: Path | None = None
+    for port, (name, layout) in zip(ports, PAIRS.items(), strict=True):
+        with world(rank, 2, port, device):
+            for case in GPU_CASES[name]:
+                checkpoint = out / name if case == "everything" else None
+                with _kept(out / f"{name}.{case}.rank{rank}.pt") as results:
+                    results.update(steps_of(folders, case, layout, checkpoint, device))
+            with _kept(out / f"{name}.resumed.rank{rank}.pt") as results:
+                if saved is not None:
+                    results.update(resumed(folders, "everything", layout, saved, device))
+        saved = out / name
+
+
+@contextmanager
+def _kept(file: Path) -> Iterator[dict[str, Any]]:
+    results: dict[str, Any] = {}
+    try:
+        yield results
+    except Exception:
+        results["error"] = traceback.format_exc()
+    torch.save(results, file)
