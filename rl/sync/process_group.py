@@ -66,6 +66,16 @@ def _connect(group: Any, rank: int, size: int, device: torch.device) -> None:
     torch.cuda.synchronize(device)
 
 
+def _leave(group: Any, transfers: Any, device: torch.device) -> None:
+    """transfers: those that may never end, if there are any. NCCL's are broken off: they would keep the GPU busy, and
+    at their timeout NCCL ends the process. Nor does it then wait for the other members to leave.
+    """
+    if device.type == "cuda":
+        group.abort()
+    if transfers:
+        _abandoned.append((group, transfers))
+
+
 class GroupOutlet:
     """members: numbers of the samplers in the group, in the order of their ranks 1, 2, ..."""
 
@@ -108,8 +118,8 @@ class GroupOutlet:
     def close(self) -> None:
         if self._group is not None:
             self._store.set(_CLOSED, "")
-            if not all(work.is_completed() for work, _ in self._under_way):
-                _abandoned.append((self._group, self._under_way))
+            going_on = [transfer for transfer in self._under_way if not transfer[0].is_completed()]
+            _leave(self._group, going_on, self._device)
         self._under_way, self._group = [], None
 
 
@@ -134,6 +144,8 @@ class GroupInlet:
         return Chunk(parcel.header, payload)
 
     def close(self) -> None:
+        if self._group is not None:
+            _leave(self._group, None, self._device)
         self._group = None
 
     def _take(self, payload: torch.Tensor, broadcast: bool) -> None:
@@ -149,7 +161,8 @@ class GroupInlet:
                 return over.result(_ASK_S)
             except TimeoutError:
                 if not self._sender_is_there():
-                    _abandoned.append((self._group, work))
+                    _leave(self._group, work, self._device)
+                    self._group = None
                     raise RuntimeError("the sender has closed its end") from None
 
     def _sender_is_there(self) -> bool:
