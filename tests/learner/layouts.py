@@ -4,6 +4,7 @@ interface, on GPUs over NCCL, each process with one of its own.
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -286,6 +287,7 @@ def run_on_gpus(rank: int, ports: Sequence[int], folders: Folders, out: Path, de
     its error in the place of its results.
     """
     torch.set_num_threads(1)
+    faulthandler.dump_traceback_later(60)  # says where a process hangs
     saved: Path | None = None
     for port, (name, layout) in zip(ports, PAIRS.items(), strict=True):
         with world(rank, 2, port, device):
@@ -297,6 +299,7 @@ def run_on_gpus(rank: int, ports: Sequence[int], folders: Folders, out: Path, de
                 if saved is not None:
                     results.update(resumed(folders, "everything", layout, saved, device))
         saved = out / name
+    faulthandler.cancel_dump_traceback_later()
 
 
 @contextmanager

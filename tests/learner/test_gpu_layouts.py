@@ -24,7 +24,7 @@ pytestmark = [
 ]
 DEVICE = "cuda"
 PAIRED = [(name, case) for name in ranks.PAIRS for case in ranks.GPU_CASES[name]]
-PATIENCE_S = 150
+PATIENCE_S = (75, 10)  # with the first process, then with the second
 MODEL = {  # widths that the kernels' tiles divide
     "hidden_size": 256,
     "num_hidden_layers": 4,
@@ -80,8 +80,8 @@ def results(folders: ranks.Folders, tmp_path_factory: pytest.TempPathFactory) ->
     try:
         cases = sorted({case for _, case in PAIRED})
         alone = {case: ranks.steps_of(folders, case, {}, device=DEVICE) for case in cases}
-        for process in processes:
-            process.join(timeout=PATIENCE_S)
+        for process, patience in zip(processes, PATIENCE_S, strict=True):
+            process.join(timeout=patience)
     finally:
         for process in processes:
             process.kill()
