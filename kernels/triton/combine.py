@@ -55,8 +55,6 @@ def combine(
         TOP_K=top_k,
         OVERLAP=overlap,
         num_warps=4,
-        # Left alone, the compiler takes so few that rows are read one after another.
-        maxnreg=64 if overlap else None,
         enable_fp_fusion=False,
         launch_pdl=overlap,
     )

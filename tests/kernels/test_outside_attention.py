@@ -43,12 +43,12 @@ def alone(
 def expected(
     tensors: list[torch.Tensor], lengths: list[int], scale: float
 ) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...]]:
-    q, k, v = (tensor.cpu().double().requires_grad_() for tensor in tensors[:3])
+    q, k, v = (tensor.double().requires_grad_() for tensor in tensors[:3])
     parts = [alone(*own, scale) for own in zip(*(x.split(lengths) for x in (q, k, v)), strict=True)]
     out = torch.cat([part[0] for part in parts])
-    out.backward(tensors[3].cpu().double())
-    gradients = tuple(x.grad for x in (q, k, v) if x.grad is not None)
-    return out.detach(), torch.cat([part[1] for part in parts], 1).detach(), gradients
+    out.backward(tensors[3].double())
+    gradients = tuple(x.grad.cpu() for x in (q, k, v) if x.grad is not None)
+    return out.detach().cpu(), torch.cat([part[1] for part in parts], 1).detach().cpu(), gradients
 
 
 def close(found: torch.Tensor, exact: torch.Tensor) -> None:
