@@ -230,6 +230,36 @@ def permute_quantize(
 
 
 @triton.jit
+def _load_blocks(x, at, mask, ROWS: tl.constexpr, PADDED: tl.constexpr, BF16: tl.constexpr):
+    """Blocks number `at` of x -> a tuple of their words, 8 of BF16 or 16 of FP32, each uint32 [ROWS, PADDED], and the
+    bits (int32) of the largest magnitude.
+    """
+    if BF16:
+        found = load_four(x + at * 8, mask, ROWS, PADDED) + load_four(x + at * 8 + 4, mask, ROWS, PADDED)
+        return found, largest_of_block_bf16(*found)
+    else:
+        first = load_four(x + at * 16, mask, ROWS, PADDED)
+        second = load_four(x + at * 16 + 4, mask, ROWS, PADDED)
+        third = load_four(x + at * 16 + 8, mask, ROWS, PADDED)
+        fourth = load_four(x + at * 16 + 12, mask, ROWS, PADDED)
+        largest = tl.maximum(largest_of_four_f32(*first), largest_of_four_f32(*second))
+        largest = tl.maximum(largest, largest_of_four_f32(*third))
+        return first + second + third + fourth, tl.maximum(largest, largest_of_four_f32(*fourth))
+
+
+@triton.jit
+def _encode(blocks, scale, g, BF16: tl.constexpr):
+    """What `_load_blocks` gave -> two uint32 of eight codes each."""
+    if BF16:
+        return codes_of_bf16(*blocks, scale, g)
+    else:
+        power, divisor, reciprocal = element_divisor(scale, g)
+        c0 = encode_f32(*blocks[:8], power, divisor, reciprocal)
+        c1 = encode_f32(*blocks[8:], power, divisor, reciprocal)
+        return tl.where(scale == 0, 0, c0), tl.where(scale == 0, 0, c1)
+
+
+@triton.jit
 def _quantize(
     x,
     codes,
@@ -274,18 +304,7 @@ def _quantize(
     own = row < rows
     mask = own[:, None] & (block < BLOCKS)[None, :]
     at = row[:, None] * BLOCKS + block[None, :]
-    if BF16:
-        w0, w1, w2, w3 = load_four(x + at * 8, mask, ROWS, PADDED)
-        w4, w5, w6, w7 = load_four(x + at * 8 + 4, mask, ROWS, PADDED)
-        block_bits = largest_of_block_bf16(w0, w1, w2, w3, w4, w5, w6, w7)
-    else:
-        w0, w1, w2, w3 = load_four(x + at * 16, mask, ROWS, PADDED)
-        w4, w5, w6, w7 = load_four(x + at * 16 + 4, mask, ROWS, PADDED)
-        v0, v1, v2, v3 = load_four(x + at * 16 + 8, mask, ROWS, PADDED)
-        v4, v5, v6, v7 = load_four(x + at * 16 + 12, mask, ROWS, PADDED)
-        block_bits = tl.maximum(largest_of_four_f32(w0, w1, w2, w3), largest_of_four_f32(w4, w5, w6, w7))
-        block_bits = tl.maximum(block_bits, largest_of_four_f32(v0, v1, v2, v3))
-        block_bits = tl.maximum(block_bits, largest_of_four_f32(v4, v5, v6, v7))
+    blocks, block_bits = _load_blocks(x, at, mask, ROWS, PADDED, BF16)
     if SHARED:
         row_bits = tl.load(amax + row // rows_of_group, mask=own, other=0)
     else:
@@ -302,15 +321,7 @@ def _quantize(
         tl.store(outer + row // rows_of_group, row_g, mask=own & (row % rows_of_group == 0))
         tl.store(scales + at, scale.to(tl.uint8), mask=mask)
 
-    if BF16:
-        c0, c1 = codes_of_bf16(w0, w1, w2, w3, w4, w5, w6, w7, scale, g)
-    else:
-        power, divisor, reciprocal = element_divisor(scale, g)
-        c0 = encode_f32(w0, w1, w2, w3, w4, w5, w6, w7, power, divisor, reciprocal)
-        c1 = encode_f32(v0, v1, v2, v3, v4, v5, v6, v7, power, divisor, reciprocal)
-        c0 = tl.where(scale == 0, 0, c0)
-        c1 = tl.where(scale == 0, 0, c1)
-
+    c0, c1 = _encode(blocks, scale, g, BF16)
     pair = tl.arange(0, 2)
     code_words = tl.join(c0, c1).to(tl.int32, bitcast=True)
     word = tl.arange(0, PADDED * 8)
