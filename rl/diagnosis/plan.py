@@ -18,6 +18,7 @@ from rl.diagnosis.pair import Maps
 from rl.errors import ConfigError, DataError
 from rl.evaluation.candidate import open_candidate
 from rl.models import folder_digest, initial_model, model_architecture
+from rl.records.provenance import package_versions, source_digest
 from rl.task import Task, own_tokenizer, problem_source
 from rl.validate import check_against_model, resolve_maps
 from sampler.config import SamplingConfig
@@ -77,18 +78,18 @@ class Plan:
         return self.uniform(named_spec(self.config.sampled_under)) if self.architecture else None
 
     def base(self) -> dict[str, Any]:
-        """All that the log-probabilities of every condition depend on, but for the sequences and the specs."""
+        """All that the log-probabilities of every condition depend on, but for the sequences and the specs: a gate must
+        not pass on what other code, packages or settings of the engines once gave.
+        """
         config = self.config
         return {
             "model": self.model_digest,
             "engines": config.engines,
-            "learner": [config.learner.dtype, config.learner.device, config.learner.micro_batch_tokens],
-            "sampler": [
-                config.sampler.dtype,
-                config.sampler.max_num_seqs,
-                config.sampler.max_num_batched_tokens,
-            ],
+            "learner": asdict(config.learner),
+            "sampler": asdict(config.sampler),
             "temperature": self.temperature,
+            "source": source_digest(),
+            "versions": package_versions(),
         }
 
     def sampled(self) -> dict[str, Any]:

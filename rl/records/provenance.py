@@ -10,6 +10,7 @@ for each spec when the engines differ.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import platform
@@ -18,6 +19,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from datetime import datetime
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -99,6 +101,17 @@ def package_versions() -> dict[str, str]:
         except PackageNotFoundError:
             continue
     return found
+
+
+@cache
+def source_digest() -> str:
+    """SHA-256 of the modules of kernels, learner, sampler and rl, as they are on disk."""
+    found, root = hashlib.sha256(), Path(__file__).parents[2]
+    for package in ("kernels", "learner", "sampler", "rl"):
+        for path in sorted((root / package).rglob("*.py")):
+            found.update(f"{path.relative_to(root)}\0".encode())
+            found.update(path.read_bytes() + b"\0")
+    return found.hexdigest()
 
 
 def machine() -> dict[str, Any]:

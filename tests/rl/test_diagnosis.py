@@ -23,13 +23,16 @@ from kernels.precision_map import PrecisionMap
 from kernels.reference import expert_rows, prepare
 from kernels.routing import Routing
 from kernels.spec import spec_diff
+from rl.compose import load_extended
 from rl.diagnose import main
 from rl.diagnosis.boundaries import LayerResult
 from rl.diagnosis.compare import compare
+from rl.diagnosis.config import DiagnoseConfig
 from rl.diagnosis.corpus import Corpus
 from rl.diagnosis.engine import Given
 from rl.diagnosis.figures import draw_all
 from rl.diagnosis.hf import HfEngine
+from rl.diagnosis.plan import make_plan
 from rl.diagnosis.reference import alternatives, changes_values, reference_trace
 from rl.diagnosis.statistics import Bootstrap, Bounds
 from rl.diagnosis.store import Store
@@ -357,6 +360,19 @@ def keys(place: Path, *more: str) -> list[str]:
         "algorithm.sampling.max_tokens": 8,
     }
     return ["model=folder", "data=file", *(f"{key}={value}" for key, value in values.items()), *more]
+
+
+def test_other_code_or_settings_of_an_engine_begin_anew(place: Path, monkeypatch: pytest.MonkeyPatch):
+    """A gate must not pass on what they gave before."""
+
+    def folder(*more: str) -> Path:
+        return make_plan(load_extended("diagnose", DiagnoseConfig, keys(place, *more))).folder
+
+    first = folder()
+    assert folder("study=[frozen,routing]", "gate.p99=1") == first
+    assert folder("sampler.prefix_caching=false") != first != folder("learner.micro_batch_tokens=100")
+    monkeypatch.setattr("rl.diagnosis.plan.source_digest", lambda: "of other modules")
+    assert folder() != first
 
 
 @pytest.mark.slow
