@@ -97,6 +97,9 @@ def _padded(
 ) -> torch.Tensor:
     """As `_packed`, of any type on any device."""
     grouped = q.shape[1] != k.shape[1]
-    q, k, v = (packing.unpack(tensor).transpose(1, 2) for tensor in (q, k, v))
-    mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
-    return packing.pack(mixed.transpose(1, 2))
+    parts = []
+    for tokens, own in packing.alike:
+        padded = [own.unpack(tensor[tokens]).transpose(1, 2) for tensor in (q, k, v)]
+        mixed = F.scaled_dot_product_attention(*padded, is_causal=True, scale=scale, enable_gqa=grouped)
+        parts.append(own.pack(mixed.transpose(1, 2)))
+    return torch.cat(parts) if len(parts) > 1 else parts[0]

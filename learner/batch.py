@@ -50,8 +50,6 @@ class TrainBatch:
     routes: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
-        if self.tokens.is_cuda:  # a part of one that was checked; looking at values would wait for the device
-            return
         check_sequences(self.tokens, self.lengths, self.loss_mask)
         for name in ("sampler_logp", "old_logp"):
             _check(name, getattr(self, name), self.tokens.shape, torch.float32)
@@ -129,7 +127,8 @@ def cut(lengths: torch.Tensor, max_tokens: int) -> list[torch.Tensor]:
 
 def check_sequences(tokens: torch.Tensor, lengths: torch.Tensor, loss_mask: torch.Tensor) -> None:
     """Raises ValueError unless tokens int64 [B, S], lengths int64 [B] in [1, S] and loss_mask bool [B, S] fit
-    together: a token in the mask lies within its sequence and is not its first, which nothing predicts.
+    together: a token in the mask lies within its sequence and is not its first, which nothing predicts. Values are
+    looked at on the CPU alone.
     """
     if tokens.dim() != 2 or len(tokens) == 0:
         raise ValueError(f"tokens must have shape [B, S] with at least one row, got {tuple(tokens.shape)}")
@@ -137,6 +136,10 @@ def check_sequences(tokens: torch.Tensor, lengths: torch.Tensor, loss_mask: torc
     _check("lengths", lengths, tokens.shape[:1], torch.int64)
     _check("loss_mask", loss_mask, tokens.shape, torch.bool)
     width = tokens.shape[1]
+    if (
+        tokens.is_cuda
+    ):  # a part of what was checked on the CPU: to look at values would be to wait for the device
+        return
     if bool(((lengths < 1) | (lengths > width)).any()):
         raise ValueError(f"lengths must lie in [1, {width}], got {lengths.tolist()}")
     positions = torch.arange(width, device=tokens.device)

@@ -20,25 +20,50 @@ if TYPE_CHECKING:
 class Packing:
     """Where the T tokens of B right-padded sequences stand once padding is left out.
 
-    lengths: int64 [B]; sequences, positions: int64 [T], the sequence of each token and its place in that; longest:
-    the largest length.
+    lengths: int64 [B]; sequences, positions: int64 [T], the sequence of each token and its place in that; sizes: the
+    lengths, where nothing waits for a device to read them.
     """
 
     lengths: torch.Tensor
     sequences: torch.Tensor
     positions: torch.Tensor
-    longest: int
+    sizes: tuple[int, ...]
     _known: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict, init=False, repr=False)
 
     @classmethod
     def of(cls, lengths: torch.Tensor, device: torch.device | str = "cpu") -> Packing:
         """lengths: int64 [B], each at least 1, on the CPU, so that nothing waits for the device to which they go."""
-        tokens, longest = int(lengths.sum()), int(lengths.max())
+        sizes = tuple(lengths.tolist())
         lengths = moved(lengths, torch.device(device))
-        sequences = torch.arange(len(lengths), device=device).repeat_interleave(lengths, output_size=tokens)
+        sequences = torch.arange(len(lengths), device=device).repeat_interleave(
+            lengths, output_size=sum(sizes)
+        )
         starts = lengths.cumsum(0) - lengths
-        positions = torch.arange(tokens, device=device) - starts[sequences]
-        return cls(lengths, sequences, positions, longest)
+        positions = torch.arange(len(sequences), device=device) - starts[sequences]
+        return cls(lengths, sequences, positions, sizes)
+
+    @property
+    def longest(self) -> int:
+        return max(self.sizes)
+
+    @cached_property
+    def alike(self) -> list[tuple[slice, Packing]]:
+        """Runs of neighbouring sequences, each with the packed tokens that it is: padded, a run has at most twice its
+        tokens.
+        """
+        runs, first, start = [], 0, 0
+        while first < len(self.sizes):
+            count, most, tokens = 0, 0, 0
+            for size in self.sizes[first:]:
+                if max(most, size) * (count + 1) > 2 * (tokens + size):
+                    break
+                count, most, tokens = count + 1, max(most, size), tokens + size
+            runs.append((slice(start, start + tokens), self.sizes[first : first + count]))
+            first, start = first + count, start + tokens
+        if len(runs) == 1:
+            return [(runs[0][0], self)]
+        device = self.lengths.device
+        return [(own, Packing.of(torch.tensor(sizes), device)) for own, sizes in runs]
 
     @cached_property
     def bounds(self) -> torch.Tensor:

@@ -121,10 +121,12 @@ class StrictAttention(MegatronModule):
         """query [T, 1, heads, D], key and value [T, 1, groups, D] -> [T, 1, heads * D]"""
         packing = attention_mask.packing
         query, key = (self.rotary.rotate(x.squeeze(1), packing.positions) for x in (query, key))
-        parts = (packing.unpack(x) for x in (query, key, value.squeeze(1)))
-        first = torch.zeros_like(packing.lengths)
-        mixed = attention(*parts, first, self.scale, self.rule)
-        return packing.pack(mixed).flatten(1).unsqueeze(1)
+        rows, value = [], value.squeeze(1)
+        for tokens, own in packing.alike:
+            parts = (own.unpack(x[tokens]) for x in (query, key, value))
+            mixed = attention(*parts, torch.zeros_like(own.lengths), self.scale, self.rule)
+            rows.append(own.pack(mixed))
+        return torch.cat(rows).flatten(1).unsqueeze(1)
 
 
 class StrictRouter(Router):

@@ -44,20 +44,24 @@ def attention(
     """
     positions = first[:, None] + torch.arange(query.shape[1], device=query.device)
     keys = torch.arange(key.shape[1], device=key.device)
-    hidden = keys > positions[:, :, None]  # [B, Q, L]
+
+    def behind(
+        positions: torch.Tensor,
+    ) -> torch.Tensor:  # [B, Q, L], made anew rather than kept for the gradient
+        return keys > positions[:, :, None]
 
     def usual(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         q, k, v = (tensor.transpose(1, 2) for tensor in (query, key, value))
         mixed = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=~hidden[:, None], scale=scale, enable_gqa=True
+            q, k, v, attn_mask=~behind(positions)[:, None], scale=scale, enable_gqa=True
         )
         return mixed.transpose(1, 2)
 
     def strict(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         most = _SCORES[query.device.type]
         rows = max(1, most // (query.shape[0] * query.shape[2] * key.shape[1]))
-        parts = zip(query.split(rows, dim=1), hidden.split(rows, dim=1), strict=True)
-        return torch.cat([_attend(part, key, value, own, scale) for part, own in parts], dim=1)
+        parts = zip(query.split(rows, dim=1), positions.split(rows, dim=1), strict=True)
+        return torch.cat([_attend(part, key, value, behind(own), scale) for part, own in parts], dim=1)
 
     if rule is Products.LIBRARY:
         return usual(query, key, value)

@@ -2,7 +2,7 @@
 
 Counted operation by operation from `learner.model`, `learner.modules`, `learner.moe` and `kernels.autograd`; the tests
 compare with what autograd does save on a CPU. T tokens are packed without padding; attention alone sees them padded,
-and that not in 16 bits on a GPU.
+to at most twice as many, and that not in 16 bits on a GPU. The plan counts tokens without it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def layer_bytes_per_token(
     ranks that share out heads, and, outside attention, tokens (sequence parallelism).
     """
     e, hidden = _SIZE[dtype], model.hidden
-    packed = gpu and dtype == "bfloat16"
+    packed = gpu and dtype == "bfloat16" and not spec.strict
     attention = _packed_attention(model, e) if packed else _padded_attention(model, dtype, padding, gpu)
     # Norms, the input of the query-key-value projection, and that of the router, widened.
     elsewhere = 2 * _norm(hidden, 1, e, gpu) + e * hidden + (0 if packed else 4 * hidden)

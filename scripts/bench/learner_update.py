@@ -1,4 +1,5 @@
-"""A complete update of the learner: score, forward, loss, backward, clipping, AdamW, and the weights quantised anew.
+"""A complete update of the learner (forward, loss, backward, clipping, AdamW, the weights quantised anew) and the score
+before it.
 
     PYTHONPATH=. python scripts/bench/learner_update.py                    # one GPU, Qwen3-30B-A3B's width
     PYTHONPATH=. python scripts/bench/learner_update.py --device cpu --layers 2 --hidden 64 --ffn 32 --experts 8 \\

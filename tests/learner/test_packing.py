@@ -29,6 +29,17 @@ def test_padding_is_left_out_and_put_back(lengths: list[int]) -> None:
     assert torch.equal(packing.unpack(packed, -1), padded[:, : max(lengths)])
 
 
+@given(st.lists(st.integers(1, 300), min_size=1, max_size=30))
+def test_runs_of_like_lengths_hold_all_and_pad_little(lengths: list[int]) -> None:
+    packing = Packing.of(torch.tensor(lengths))
+    numbers = torch.arange(sum(lengths))
+    assert torch.cat([numbers[tokens] for tokens, _ in packing.alike]).equal(numbers)
+    assert [size for _, own in packing.alike for size in own.sizes] == lengths
+    for tokens, own in packing.alike:
+        assert own.unpack(numbers[tokens]).numel() <= 2 * sum(own.sizes)
+        assert own.pack(own.unpack(numbers[tokens])).equal(numbers[tokens])
+
+
 @given(LENGTHS, st.data())
 def test_the_token_before_is_the_one_before_in_its_own_sequence(
     lengths: list[int], data: st.DataObject
