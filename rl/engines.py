@@ -15,6 +15,7 @@ from rl.actors import CriticActor, LearnerActor, SamplerActor, WeightSyncActor, 
 from rl.cluster import Remote, start_actor, stop_actor, wait
 from rl.config import Config
 from rl.devices import device_of
+from rl.errors import ConfigError
 from rl.expert_load import expert_load_by_layer
 from rl.fleet import Fleet
 from rl.group import Group, start_group, wait_until_ready
@@ -27,6 +28,7 @@ from rl.usage import Hardware, expert_load
 from rl.warm_start import warm_start
 
 _LEARNER, _CRITIC = "learner", "critic"  # their folders in a checkpoint
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 @dataclass(frozen=True)
@@ -147,16 +149,26 @@ def _start_sampler(plan: Plan, model: Path, folder: RunFolder, index: int) -> Re
 
 
 def sampler_environment(config: Config, index: int) -> dict[str, str]:
-    """With `cluster.placement=separate` the GPUs behind those of the learner's ranks are all that samplers see, each
-    its own; GPUs are counted among those that this process sees.
+    """The GPUs that sampler `index` sees, counted among those that this process sees. Several samplers have GPUs of
+    their own each: with `cluster.placement=separate` those behind the GPUs of the learner's ranks, else the first. One
+    that shares the learner's GPU sees them all, and takes the first.
+
+    Raises ConfigError where this process sees fewer.
     """
-    if not config.cluster.gpus or config.cluster.placement != "separate":
+    separate = config.cluster.placement == "separate"
+    if not config.cluster.gpus or not (separate or config.run.samplers > 1):
         return {}
     each = config.sampler.tensor_parallel
-    first = config.learner.processes + index * each
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    known = visible.split(",") if visible else [str(gpu) for gpu in range(first + each)]
-    return {"CUDA_VISIBLE_DEVICES": ",".join(known[first : first + each])}
+    first = (config.learner.processes if separate else 0) + index * each
+    visible = os.environ.get(_VISIBLE)
+    all_of_them = ",".join(str(gpu) for gpu in range(first + each))
+    known = [gpu for gpu in (all_of_them if visible is None else visible).split(",") if gpu]
+    if len(known) < first + each:
+        raise ConfigError(
+            f"{_VISIBLE}={visible}: {len(known)} GPUs; with cluster.placement={config.cluster.placement} samplers 0 to"
+            f" {index} of run.samplers={config.run.samplers} need {first + each}"
+        )
+    return {_VISIBLE: ",".join(known[first : first + each])}
 
 
 def _start_critic(plan: Plan, model: Path, folder: RunFolder) -> Remote | Group:

@@ -15,7 +15,7 @@ from rl.models import initial_model, model_architecture
 from rl.rewards.registry import Reward, load_reward
 from rl.run_folder import RunFolder
 from rl.task import Task, own_tokenizer, problem_source
-from rl.validate import check_against_model, resolve_maps
+from rl.validate import check_against_model, check_placement, resolve_maps
 from sampler.model_check import check_model
 from sampler.stock import own_map
 
@@ -45,6 +45,7 @@ def make_plan(config: Config) -> Plan:
     model = initial_model(config.model, own_tokenizer(source, cache), config.run.seed, cache)
     architecture = model_architecture(model)
     check_against_model(config, architecture)
+    check_placement(config)
     learner_map, sampler_map = resolve_maps(config.spec, architecture.layers)
     if config.sampler.stock:
         sampler_map = own_map(architecture.layers, config.sampler.dtype)

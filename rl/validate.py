@@ -43,13 +43,62 @@ def resolve_maps(config: SpecConfig, layers: int) -> tuple[PrecisionMap, Precisi
 
 def check_against_model(config: Config, model: Architecture) -> None:
     """Raise ConfigError unless the model fits the specification, the layout and the engines' limits."""
-    problems = [*model_problems(config, model), *_start_problems(config, model)]
+    problems = [*model_problems(config, model), *start_problems(config, model)]
+    if config.sync.transport == "cuda_ipc" and not torch.cuda.is_available():
+        problems.append(
+            "sync.transport=cuda_ipc: needs a GPU that learner and samplers share, and there is none"
+        )
     if problems:
         raise ConfigError("; ".join(problems))
 
 
-def _start_problems(config: Config, model: Architecture) -> Iterator[str]:
-    """What this machine, or this version, cannot start, whatever another could."""
+def check_placement(config: Config) -> None:
+    """Raise ConfigError unless engines can be placed as asked on the GPUs that this process sees. Those of a Ray that
+    is there (`cluster.ray_address`) are not counted: they may be another machine's.
+    """
+    problems = list(transport_problems(config))
+    needed, there = gpus_needed(config), torch.cuda.device_count()
+    if needed > there and config.cluster.ray_address == "local":
+        problems.append(
+            f"cluster.placement={config.cluster.placement}: {config.learner.processes} ranks of the learner and"
+            f" run.samplers={config.run.samplers} x sampler.tensor_parallel={config.sampler.tensor_parallel} need"
+            f" {needed} GPUs, and {there} can be seen"
+        )
+    if problems:
+        raise ConfigError("; ".join(problems))
+
+
+def gpus_needed(config: Config) -> int:
+    """By the engines of a run on GPUs; 0 for one on CPUs."""
+    if not config.cluster.gpus:
+        return 0
+    learning, sampling = config.learner.processes, config.run.samplers * config.sampler.tensor_parallel
+    return learning + sampling if config.cluster.placement == "separate" else max(learning, sampling)
+
+
+def transport_problems(config: Config) -> Iterator[str]:
+    """Ways of the weight sync that the placement of the engines rules out."""
+    cluster, transport = config.cluster, config.sync.transport
+    separate = cluster.placement == "separate"
+    if transport == "cuda_ipc" and (cluster.gpus > 1 or separate or config.learner.processes > 1):
+        gpus = max(cluster.gpus, gpus_needed(config), config.learner.processes)
+        yield (
+            "sync.transport=cuda_ipc: rank 0 of the learner, which sends, and every sampler must be on the same GPU,"
+            f" one in all; here are {gpus}, {cluster.placement}"
+            " (sync.transport=ray works between any two processes)"
+        )
+    on_gpus = cluster.gpus > 0 or config.learner.device.startswith("cuda")
+    if transport == "process_group" and on_gpus and not separate:
+        yield (
+            "sync.transport=process_group: NCCL refuses two members on one GPU, which rank 0 of the learner and a"
+            " sampler share with cluster.placement=colocated (sync.transport=ray works between any two processes)"
+        )
+
+
+def start_problems(config: Config, model: Architecture) -> Iterator[str]:
+    """What cannot be started yet, on any machine."""
+    if config.cluster.nodes > 1:
+        yield f"cluster.nodes={config.cluster.nodes}: must be 1, all GPUs of a run are those of one node"
     if config.learner.processes > 1 and config.cluster.ray_address != "local":
         yield (
             f"cluster.ray_address={config.cluster.ray_address}: must be local with {config.learner.processes} processes"
@@ -66,9 +115,7 @@ def _start_problems(config: Config, model: Architecture) -> Iterator[str]:
             " needs one for every replica"
         )
     if (ranks := config.sampler.tensor_parallel) != 1:
-        yield f"sampler.tensor_parallel={ranks}: must be 1, an engine has one process (plan=true plans for more)"
-    if config.sync.transport == "cuda_ipc" and not torch.cuda.is_available():
-        yield "sync.transport=cuda_ipc: needs a GPU that learner and samplers share, and there is none"
+        yield f"sampler.tensor_parallel={ranks}: must be 1, an engine has one process"
 
 
 def model_problems(config: Config, model: Architecture) -> Iterator[str]:

@@ -36,9 +36,7 @@ class SyncConfig:
 
 @dataclass(frozen=True)
 class ClusterConfig:
-    """The machines that a run is meant for. But for `ray_address`, and GPUs of samplers that are `separate`, for the
-    preflight (`plan=true`) alone.
-    """
+    """The machines that a run is meant for. `gpu` and `memory_gib` are for the preflight (`plan=true`) alone."""
 
     nodes: int = 1
     gpus_per_node: int = 0  # 0: the CPUs of one machine

@@ -8,7 +8,6 @@ from learner.families.architecture import Architecture
 from learner.layout import Layout
 from rl.config import Config
 from rl.preflight.batch import Batch
-from rl.preflight.layout import layout_problems
 from rl.preflight.memory import Memory, cache_bytes_per_token
 
 GIB = 2**30
@@ -38,6 +37,8 @@ def placement_problems(config: Config, layout: Layout) -> Iterator[str]:
     samplers_said = f"run.samplers={samplers} x sampler.tensor_parallel={tensor}"
     if config.learner.device == "cpu":
         yield f"learner.device=cpu: the run is meant for {there}"
+    if config.sampler.device == "cpu":
+        yield f"sampler.device=cpu: the run is meant for {there}"
     if cluster.placement == "separate" and layout.ranks + sampling != cluster.gpus:
         yield (
             f"cluster.placement=separate: {layout.ranks} ranks of the learner ({layout}) and {sampling} of samplers"
@@ -57,13 +58,6 @@ def placement_problems(config: Config, layout: Layout) -> Iterator[str]:
         yield f"sampler.tensor_parallel={tensor} is more than cluster.gpus_per_node={cluster.gpus_per_node}"
     if layout.tensor > cluster.gpus_per_node:
         yield f"learner.tensor_parallel={layout.tensor} is more than cluster.gpus_per_node={cluster.gpus_per_node}"
-    if config.sync.transport == "cuda_ipc" and (cluster.placement == "separate" or cluster.nodes > 1):
-        yield (
-            f"sync.transport=cuda_ipc: learner and samplers must share each GPU, and cluster.placement="
-            f"{cluster.placement} over cluster.nodes={cluster.nodes} does not let them"
-        )
-    if config.sync.transport == "process_group" and cluster.nodes > 1 and config.sync.host == "127.0.0.1":
-        yield f"sync.host=127.0.0.1: the other of cluster.nodes={cluster.nodes} cannot reach it"
 
 
 def sampler_problems(config: Config, model: Architecture) -> Iterator[str]:
@@ -124,9 +118,18 @@ def memory_problems(
         )
 
 
+def sync_problems(config: Config, synced: int) -> Iterator[str]:
+    """synced: bytes of a whole sync. A chunk is a bucket of it."""
+    store, chunk = config.run.object_store_mib * 2**20, min(config.sync.bucket_mib * 2**20, synced)
+    if config.sync.transport == "ray" and chunk > store:
+        yield (
+            f"sync.bucket_mib={config.sync.bucket_mib}: a chunk of {gib(chunk)} is more than Ray's object store,"
+            f" run.object_store_mib={config.run.object_store_mib}"
+        )
+
+
 def checks(config: Config, model: Architecture, layout: Layout, batch: Batch) -> Iterator[str]:
-    """All but memory, which is only counted where these find nothing."""
-    yield from layout_problems(layout, model, batch.sequences)
+    """All but what is only counted where these find nothing: memory, and the bytes of a sync."""
     yield from placement_problems(config, layout)
     yield from sampler_problems(config, model)
     yield from batch_problems(config, batch)

@@ -11,12 +11,12 @@ from rl.config import Config
 from rl.devices import DEVICES
 from rl.errors import ConfigError
 from rl.preflight.batch import Batch
-from rl.preflight.checks import checks, memory_problems
+from rl.preflight.checks import checks, memory_problems, sync_problems
 from rl.preflight.memory import Memory, learner_memory, sampler_memory
 from rl.preflight.model import planned_architecture
 from rl.preflight.parameters import Parameters, count
 from rl.preflight.traffic import Limits, SyncBytes, limits, sync_bytes
-from rl.validate import model_problems, resolve_maps, resolve_specs
+from rl.validate import model_problems, resolve_maps, resolve_specs, start_problems, transport_problems
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Preflight:
 def preflight(config: Config) -> Preflight:
     """Raises ConfigError with everything that cannot work, and DataError when nothing says what the model is."""
     model, source = planned_architecture(config)
-    problems = list(model_problems(config, model))
+    problems = [*model_problems(config, model), *start_problems(config, model), *transport_problems(config)]
     learner_map, sampler_map = resolve_maps(config.spec, model.layers)
     layout, batch = Layout.of(config.learner), Batch.of(config)
     problems += checks(config, model, layout, batch)
@@ -65,10 +65,10 @@ def preflight(config: Config) -> Preflight:
         gpu=config.cluster.gpus > 0,
         operands=config.sync.codec == "bf16",
     )
-    problems = list(memory_problems(config, learner, others, sampler))
+    synced = sync_bytes(model, sampler_map, config.learner.dtype, config.sync.codec)
+    problems = [*memory_problems(config, learner, others, sampler), *sync_problems(config, synced.total)]
     if problems:
         raise ConfigError("; ".join(problems))
-    synced = sync_bytes(model, sampler_map, config.learner.dtype, config.sync.codec)
     bounds = limits(
         model,
         sampler_map,

@@ -16,6 +16,7 @@ from rl.errors import ConfigError
 from rl.preflight.run import preflight
 from rl.run_folder import RunFolder
 from rl.train import _load
+from rl.validate import check_against_model, check_placement
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -48,10 +49,12 @@ def test_the_job_for_kubernetes_is_one_that_can_work():
     [job] = yaml.safe_load_all((ROOT / "scripts/cluster/kuberay.yaml").read_text())
     words = overrides(job["spec"]["entrypoint"])
     assert "run.resume=latest" in words
-    words = [word.replace("$RAY_NODE_IP_ADDRESS", "10.0.0.1") for word in words]
-    found = preflight(load_config([word for word in words if not word.startswith("run.resume=")]))
+    config = load_config([word for word in words if not word.startswith("run.resume=")])
+    found = preflight(config)
+    check_against_model(config, found.model)
+    check_placement(config)
     ray = job["spec"]["rayClusterSpec"]
-    groups = [ray["headGroupSpec"], *ray["workerGroupSpecs"]]
+    groups = [ray["headGroupSpec"], *ray.get("workerGroupSpecs", [])]
     gpus = [
         container["resources"]["limits"]["nvidia.com/gpu"]
         for group in groups
@@ -60,6 +63,16 @@ def test_the_job_for_kubernetes_is_one_that_can_work():
     assert gpus == [found.config.cluster.gpus_per_node] * found.config.cluster.nodes
     lock = (ROOT / "requirements-gpu.lock").read_text()
     assert f"ray=={ray['rayVersion']}\n" in lock
+
+
+def test_the_job_for_slurm_is_one_that_can_work():
+    """Its own example, on as many nodes and GPUs as it asks for."""
+    text = (ROOT / "scripts/cluster/minite.sbatch").read_text()
+    [example] = re.findall(r"^# .*: sbatch .*", text, re.MULTILINE)
+    config = load_config([word for word in overrides(example) if not word.startswith("group.key=")])
+    check_against_model(config, preflight(config).model)
+    assert f"#SBATCH --nodes={config.cluster.nodes}\n" in text
+    assert f"#SBATCH --gpus-per-node={config.cluster.gpus_per_node}\n" in text
 
 
 def containers(group: dict[str, Any]) -> list[dict[str, Any]]:

@@ -18,7 +18,6 @@ from learner.layout import Layout
 from learner.upcycle import upcycled_config
 from rl.compose import load_config
 from rl.flops import forward_flops, update_flops
-from rl.preflight.layout import layout_problems
 from rl.preflight.model import planned_architecture
 from rl.preflight.parameters import active, count, held_by
 
@@ -94,7 +93,7 @@ def test_what_the_ranks_hold_makes_up_the_model(name: str):
     found = count(architecture)
     for tensor, pipeline, data, expert in product((1, 2, 4), (1, 2), (1, 2), (1, 2, 4)):
         layout = Layout(tensor, expert, pipeline, data)
-        if list(layout_problems(layout, architecture, 64)):
+        if list(layout.problems(architecture)):
             continue
         stages = [held_by(architecture, layout, stage) for stage in range(pipeline)]
         assert expert * sum(stage.experts for stage in stages) == found.experts
