@@ -13,9 +13,6 @@ from learner.megatron_api import MegatronModule, TransformerConfig
 from learner.packing import Packing
 from learner.rotary import Rotary, rotate
 
-_TYPES = (torch.bfloat16, torch.float16)
-_WIDTHS = (16, 32, 64, 128, 256)  # of a head
-
 
 @dataclass(frozen=True, eq=False)
 class AttentionInput:
@@ -55,10 +52,17 @@ class CausalAttention(MegatronModule):
         packed = len(packing.sequences)
         q, k, v = (tensor[:packed].squeeze(1) for tensor in (query, key, value))
         q, k = rotate(q, rotary), rotate(k, rotary)
-        kernels = q.is_cuda and q.dtype in _TYPES and q.shape[2] in _WIDTHS
         scale = self.scale or q.shape[2] ** -0.5
-        mixed = (_packed if kernels else _padded)(q, k, v, packing, scale).flatten(1).unsqueeze(1)
+        mixed = (_packed if _kernels_take(q) else _padded)(q, k, v, packing, scale).flatten(1).unsqueeze(1)
         return F.pad(mixed, (0, 0, 0, 0, 0, len(query) - packed)) if len(query) > packed else mixed
+
+
+def _kernels_take(q: torch.Tensor) -> bool:
+    if not q.is_cuda:
+        return False
+    from kernels.triton.outside.attention import TYPES, WIDTHS  # needs a GPU
+
+    return q.dtype in TYPES and q.shape[2] in WIDTHS
 
 
 def _packed(

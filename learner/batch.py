@@ -136,9 +136,8 @@ def check_sequences(tokens: torch.Tensor, lengths: torch.Tensor, loss_mask: torc
     _check("lengths", lengths, tokens.shape[:1], torch.int64)
     _check("loss_mask", loss_mask, tokens.shape, torch.bool)
     width = tokens.shape[1]
-    if (
-        tokens.is_cuda
-    ):  # a part of what was checked on the CPU: to look at values would be to wait for the device
+    # A part of what was checked on the CPU: to look at values would be to wait for the device.
+    if tokens.is_cuda:
         return
     if bool(((lengths < 1) | (lengths > width)).any()):
         raise ValueError(f"lengths must lie in [1, {width}], got {lengths.tolist()}")

@@ -19,8 +19,8 @@ from kernels.triton.outside.attention_blocks import Blocks, Tile, tiling
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 _LN_2 = tl.constexpr(0.6931471805599453)
-_WIDTHS = (16, 32, 64, 128, 256)  # of a head
-_TYPES = (torch.bfloat16, torch.float16)
+WIDTHS = (16, 32, 64, 128, 256)  # of a head
+TYPES = (torch.bfloat16, torch.float16)
 
 
 def attention(
@@ -80,7 +80,7 @@ def checked(
     blocks: Blocks | None,
 ) -> Blocks:
     """`blocks`, or new ones of these bounds. Raises ValueError as `attention` says."""
-    if q.dtype not in _TYPES or {k.dtype, v.dtype} != {q.dtype}:
+    if q.dtype not in TYPES or {k.dtype, v.dtype} != {q.dtype}:
         raise ValueError(
             f"q, k and v must be all bfloat16 or all float16, got {q.dtype}, {k.dtype}, {v.dtype}"
         )
@@ -90,8 +90,8 @@ def checked(
     heads, groups, width = q.shape[1], k.shape[1], q.shape[2]
     if not groups or heads % groups or not heads:
         raise ValueError(f"query heads must be a multiple of key-value heads, got {heads} and {groups}")
-    if width not in _WIDTHS:
-        raise ValueError(f"a head must be one of {_WIDTHS} wide, got {width}")
+    if width not in WIDTHS:
+        raise ValueError(f"a head must be one of {WIDTHS} wide, got {width}")
     if bounds.dtype != torch.int32 or bounds.dim() != 1 or len(bounds) < 2 or not bounds.is_contiguous():
         raise ValueError(f"bounds must be int32 [sequences + 1], got {bounds.dtype} {tuple(bounds.shape)}")
     devices = {x.device for x in (q, k, v, bounds)}
