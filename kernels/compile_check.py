@@ -8,6 +8,9 @@ where Triton cannot be used.
 
 The quantisers must divide with `div.rn`, never `div.full`, and must not fuse a product and a sum that are written
 apart: more fused multiply-adds in the PTX than in the LLVM code, where the written ones stand by name, mean that.
+
+Kernels with products on tensor cores must not divide integers by what is known at run time alone: sums in a loop with
+such a division were wrong (`kernels.triton.outside.attention_gradient`).
 """
 
 from __future__ import annotations
@@ -53,7 +56,8 @@ class Evidence:
         needed = self.compilation.needed
         present = needed is None or self.found["needed"] > 0
         inexact = self.compilation.exact and (self.found["div.full"] or self.fused)
-        return present and not inexact and not self.found["trap"]
+        divides = needed is not None and self.found["integer divisions"]
+        return present and not inexact and not divides and not self.found["trap"]
 
 
 def check(compilation: Compilation) -> Evidence:
@@ -79,6 +83,7 @@ def check(compilation: Compilation) -> Evidence:
         "trap": r"\btrap;",  # what stands in for a kernel that asks for more memory than there is
         "div.full": r"div\.full",
         "div.rn": r"div\.rn\.f32",
+        "integer divisions": r"\b(?:div|rem)\.[su](?:32|64)\b",
         "bulk copies": r"cp\.async\.bulk\.tensor",
         "scale copies": r"tcgen05\.cp",
     }

@@ -57,7 +57,9 @@ def model_architecture(folder: Path) -> Architecture:
 
 
 def cached_folder(cache: Path, kind: str, key: dict[str, Any], make: Callable[[Path], None]) -> Path:
-    """`cache/kind-<hash of key>`, made by `make(folder)` if it is not there; appears whole or not at all."""
+    """`cache/kind-<hash of key>`, made by `make(folder)` if it is not there; appears whole or not at all. Of several runs
+    that make it at the same time all take that of the first to be done.
+    """
     text = json.dumps({"format": _FORMAT, **key}, sort_keys=True, default=str)
     folder = cache / f"{kind}-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
     if folder.is_dir():
@@ -73,10 +75,18 @@ def cached_folder(cache: Path, kind: str, key: dict[str, Any], make: Callable[[P
         with room_for(folder):
             make(scratch)
             (scratch / "cache_key.json").write_text(text)
-            os.rename(scratch, folder)
+            _appear(scratch, folder)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     return folder
+
+
+def _appear(scratch: Path, folder: Path) -> None:
+    try:
+        os.rename(scratch, folder)
+    except OSError:
+        if not folder.is_dir():  # made by another run meanwhile, from the same settings
+            raise
 
 
 def folder_digest(folder: Path) -> str:

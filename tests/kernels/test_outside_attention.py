@@ -76,6 +76,7 @@ def computed(
         ([5, 300, 1], 2, 1, 16),
         ([130, 64], 2, 2, 128),
         ([33, 90], 1, 1, 256),
+        ([70, 5, 130], 3, 1, 32),
     ],
 )
 def test_results_and_gradients_are_those_of_each_sequence_alone(
@@ -103,6 +104,23 @@ def test_long_sequences_and_many_programs_at_once(width: int) -> None:
         close(own, right)
     for _ in range(5):
         again = computed(tensors, bounds_of(lengths), 1500, scale)
+        assert all(torch.equal(one, other) for one, other in zip(found, again, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize(("heads", "groups"), [(9, 3), (9, 9), (8, 4), (14, 2)])
+@pytest.mark.parametrize("width", [32, 64, 128])
+def test_numbers_of_heads_that_are_no_powers_of_two(heads: int, groups: int, width: int) -> None:
+    """Several blocks of queries for each key, in more sequences than the device has processors."""
+    lengths = torch.randint(100, 400, (160,), generator=torch.Generator().manual_seed(0)).tolist()
+    tensors, scale = operands(lengths, heads, groups, width, torch.bfloat16), width**-0.5
+    found = computed(tensors, bounds_of(lengths), 400, scale)
+    wanted, _, exact = expected(tensors, lengths, scale)
+    for own, right in zip((found[0], *found[2:]), (wanted, *exact), strict=True):
+        close(own, right)
+    for _ in range(10):
+        again = computed(tensors, bounds_of(lengths), 400, scale)
         assert all(torch.equal(one, other) for one, other in zip(found, again, strict=True))
 
 

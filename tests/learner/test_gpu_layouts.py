@@ -24,7 +24,7 @@ pytestmark = [
 ]
 DEVICE = "cuda"
 PAIRED = [(name, case) for name in ranks.PAIRS for case in ranks.GPU_CASES[name]]
-PATIENCE_S = (75, 10)  # with the first process, then with the second
+PATIENCE_S = (200, 20)  # with the first process, then with the second
 MODEL = {  # widths that the kernels' tiles divide
     "hidden_size": 256,
     "num_hidden_layers": 4,
