@@ -57,8 +57,8 @@ def model_architecture(folder: Path) -> Architecture:
 
 
 def cached_folder(cache: Path, kind: str, key: dict[str, Any], make: Callable[[Path], None]) -> Path:
-    """`cache/kind-<hash of key>`, made by `make(folder)` if it is not there; appears whole or not at all. Of several runs
-    that make it at the same time all take that of the first to be done.
+    """`cache/kind-<hash of key>`, made by `make(folder)` if it is not there; appears whole or not at all. Of several
+    runs that make it at the same time all take that of the first to be done.
     """
     text = json.dumps({"format": _FORMAT, **key}, sort_keys=True, default=str)
     folder = cache / f"{kind}-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
