@@ -23,6 +23,7 @@ import torch
 
 from kernels import autograd, reference
 from kernels.experts import ExpertWeights, StoredLayout
+from kernels.packed_rows import PackedRows, can_pack
 from kernels.routing import sort_slots
 from kernels.spec import ExecutionSpec
 
@@ -48,6 +49,7 @@ class ExpertKernels:
     for an engine that has to spare memory rather than time; expert_layer: as in `kernels.autograd`. layout: the order
     of weights that `forward` reads as it is, without a copy in another one. sort_slots: as
     `kernels.triton.slot_order.sort_slots`, or without leaving out rows, which is then refused in a CUDA graph.
+    pack_rows: as in `kernels.reference`, for its own `forward`; None where that takes no packed rows.
     """
 
     name: str
@@ -57,6 +59,11 @@ class ExpertKernels:
     expert_layer: Callable[..., torch.Tensor]
     layout: StoredLayout = StoredLayout.ROWS
     sort_slots: Callable[..., tuple[torch.Tensor, torch.Tensor]] = _sort_slots
+    pack_rows: Callable[[torch.Tensor, ExecutionSpec], PackedRows] | None = None
+
+    def packs(self, spec: ExecutionSpec) -> bool:
+        """Whether `forward` under `spec` takes rows that `pack_rows` quantised elsewhere, for the same bits."""
+        return self.pack_rows is not None and can_pack(spec)
 
 
 def _prepare_reference(weights: ExpertWeights, spec: ExecutionSpec, *, compact: bool = False) -> Any:
@@ -97,6 +104,7 @@ def _triton(name: str) -> ExpertKernels:
         layer.expert_layer,
         StoredLayout.ROWS if native else StoredLayout.TILES,
         slot_order.sort_slots,
+        None if native else layer.pack_rows,
     )
 
 
@@ -129,7 +137,12 @@ FAMILIES = (
     Family(("triton_per_tensor",), "kernels.triton.per_tensor_layer", _per_tensor),
 )
 REFERENCE = ExpertKernels(
-    "reference", ExpertWeights.quantize, _prepare_reference, reference.forward, autograd.expert_layer
+    "reference",
+    ExpertWeights.quantize,
+    _prepare_reference,
+    reference.forward,
+    autograd.expert_layer,
+    pack_rows=reference.pack_rows,
 )
 
 

@@ -10,6 +10,7 @@ import torch
 
 from kernels.accumulate import product
 from kernels.guard import NonFiniteGuard, Operand
+from kernels.packed_rows import PackedRows
 from kernels.probe import Shown, show
 from kernels.quantize import NonFiniteReport, QuantizedTensor, decode, decode_scale, quantize_activation
 from kernels.quantizer_spec import Block, BlockScaleFormat, QuantizerSpec, ScaleDomain
@@ -61,7 +62,7 @@ class Decoded:
 
 
 def grouped_operand(
-    x: torch.Tensor,
+    x: torch.Tensor | PackedRows,
     rows: torch.Tensor | None,
     routing: Routing,
     spec: ExecutionSpec,
@@ -70,9 +71,13 @@ def grouped_operand(
 ) -> Decoded:
     """The rows of x [*, K] that the experts multiply, in grouped order, under `spec.activation`.
 
-    rows: which row of x is each grouped row; None when x is grouped already.
+    x: packed, where it was quantised under that already. rows: which row of x is each grouped row; None when x is
+    grouped already.
     """
     quantizer = spec.activation
+    if isinstance(x, PackedRows):
+        assert quantizer is not None
+        return _packed(x, rows, routing, quantizer, spec.epilogue, name, guard)
     if quantizer is None:
         plain = x if rows is None else x[rows]
         show(name, plain)
@@ -126,6 +131,25 @@ def _quantized(
     quantized = quantize_activation(x, quantizer, what=f"{name}{whose}", on_non_finite=record)
     show(name, Shown(quantized, rows))
     return Decoded.of(quantized, quantizer, epilogue)
+
+
+def _packed(
+    x: PackedRows,
+    rows: torch.Tensor | None,
+    routing: Routing,
+    quantizer: QuantizerSpec,
+    epilogue: Epilogue,
+    name: Operand,
+    guard: NonFiniteGuard | None,
+) -> Decoded:
+    index = x.index if rows is None else x.index[rows]
+    bad = x.bad[index]
+    if guard is not None:
+        guard.record(name, bad, routing.experts)
+    elif bad.any():
+        raise ValueError(f"{int(bad.sum())} of {len(bad)} rows of {name} held values that are not finite")
+    show(name, Shown(x.quantized(), index))
+    return Decoded.of(x.quantized(), quantizer, epilogue).select(lambda tensor: tensor[index])
 
 
 def _epilogue(

@@ -16,13 +16,23 @@ from kernels.combine import combine
 from kernels.experts import TORCH_TYPE, ExpertWeights
 from kernels.grouped import Decoded, grouped_linear, grouped_operand
 from kernels.guard import NonFiniteGuard, Operand
+from kernels.packed_rows import PackedRows, check_can_pack
 from kernels.probe import show
-from kernels.quantize import QuantizedTensor
+from kernels.quantize import QuantizedTensor, quantize_activation
 from kernels.routing import Routing
 from kernels.spec import ExecutionSpec, RouterPosition
 from kernels.swiglu import cast_coefficients, fc2_input
 
-__all__ = ["ExpertRows", "PreparedExperts", "check_inputs", "combine", "expert_rows", "forward", "prepare"]
+__all__ = [
+    "ExpertRows",
+    "PreparedExperts",
+    "check_inputs",
+    "combine",
+    "expert_rows",
+    "forward",
+    "pack_rows",
+    "prepare",
+]
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,8 +70,22 @@ def prepare(weights: ExpertWeights, spec: ExecutionSpec) -> PreparedExperts:
     return PreparedExperts(spec, _decoded(weights.w13, spec), _decoded(weights.w2, spec))
 
 
+def pack_rows(x: torch.Tensor, spec: ExecutionSpec) -> PackedRows:
+    """[R, H] -> the rows as FC1 multiplies them under `spec`, to be given to `forward` in the place of x.
+
+    Rows with values that are not finite are marked, for the guard of whoever multiplies them. Raises ValueError for a
+    spec that cannot pack rows (`kernels.packed_rows.can_pack`), and for another shape.
+    """
+    check_can_pack(spec)
+    assert spec.activation is not None
+    found: list[torch.Tensor] = []
+    operand = x.detach().to(TORCH_TYPE[spec.operand])
+    quantized = quantize_activation(operand, spec.activation, on_non_finite=found.append)
+    return PackedRows.of(quantized, found[0] if found else torch.zeros(len(x), dtype=torch.bool))
+
+
 def forward(
-    x: torch.Tensor,
+    x: torch.Tensor | PackedRows,
     topk_ids: torch.Tensor,
     topk_weights: torch.Tensor,
     prepared: PreparedExperts,
@@ -70,19 +94,20 @@ def forward(
 ) -> torch.Tensor:
     """The layer's output [T, H] in `spec.output`.
 
-    x: [T, H], cast to `spec.operand` first; topk_ids: integer [T, k]; topk_weights: float32 [T, k]; T may be 0.
-    guard: takes the rows with values that the quantiser refuses; the output is meaningless until its `check`
-    has passed. Raises ValueError for shapes, ids or dtypes that do not fit, for `prepared` of another spec, and,
-    without a guard, for values that the quantiser refuses.
+    x: [T, H], cast to `spec.operand` first, or what `pack_rows` made of it: the same bits. topk_ids: integer [T, k];
+    topk_weights: float32 [T, k]; T may be 0. guard: takes the rows with values that the quantiser refuses; the output
+    is meaningless until its `check` has passed. Raises ValueError for shapes, ids or dtypes that do not fit, for
+    `prepared` of another spec, and, without a guard, for values that the quantiser refuses.
     """
     check_inputs(x, topk_ids, topk_weights, prepared, spec)
     routing = Routing.group(topk_ids, prepared.w13.elements.shape[0])
-    rows = expert_rows(x.to(TORCH_TYPE[spec.operand]), routing, prepared, topk_weights, guard)
+    operand = x if isinstance(x, PackedRows) else x.to(TORCH_TYPE[spec.operand])
+    rows = expert_rows(operand, routing, prepared, topk_weights, guard)
     return combine(rows.fc2, routing, topk_weights, spec)
 
 
 def check_inputs(
-    x: torch.Tensor,
+    x: torch.Tensor | PackedRows,
     topk_ids: torch.Tensor,
     topk_weights: torch.Tensor,
     prepared: PreparedExperts,
@@ -93,7 +118,9 @@ def check_inputs(
             f"experts were prepared under {prepared.spec.name!r}, the call asks for {spec.name!r}"
         )
     hidden = prepared.w13.elements.shape[-1]
-    if x.dim() != 2 or x.shape[1] != hidden:
+    if isinstance(x, PackedRows):
+        check_can_pack(spec)
+    if len(x.shape) != 2 or x.shape[1] != hidden:
         raise ValueError(f"x must be [T, {hidden}], got {tuple(x.shape)}")
     if topk_ids.dim() != 2 or topk_ids.shape[0] != x.shape[0] or topk_ids.shape[1] == 0:
         raise ValueError(f"topk_ids must be [{x.shape[0]}, k] with k >= 1, got {tuple(topk_ids.shape)}")
@@ -103,13 +130,13 @@ def check_inputs(
 
 
 def expert_rows(
-    x: torch.Tensor,
+    x: torch.Tensor | PackedRows,
     routing: Routing,
     prepared: PreparedExperts,
     topk_weights: torch.Tensor | None = None,
     guard: NonFiniteGuard | None = None,
 ) -> ExpertRows:
-    """FC1, SwiGLU and FC2 of every slot; x [T, H] in `spec.operand`.
+    """FC1, SwiGLU and FC2 of every slot; x [T, H] in `spec.operand`, or packed.
 
     topk_weights: float32 [T, k]; needed by specs that multiply the router coefficient ahead of FC2 (ValueError).
     """

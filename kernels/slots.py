@@ -41,12 +41,13 @@ def slot_coefficients(topk_weights: torch.Tensor, spec: ExecutionSpec) -> torch.
 
 
 def spread(x: torch.Tensor, top_k: int, spec: ExecutionSpec) -> torch.Tensor:
-    """[T, H] -> [T*k, H], in float32 where the spec keeps more of a row than the type of x would.
+    """[T, H] -> [T*k, H] as `widened`. The gradient is summed over a token's slots in slot order and FP32."""
+    return _Spread.apply(widened(x, spec), top_k)
 
-    The gradient is summed over a token's slots in slot order and FP32.
-    """
-    wide = FloatType.FP32 in (spec.operand, spec.fc2_output)
-    return _Spread.apply(x.float() if wide else x, top_k)
+
+def widened(x: torch.Tensor, spec: ExecutionSpec) -> torch.Tensor:
+    """x in the type that rows of slots have: float32 where the spec keeps more of a row than the type of x would."""
+    return x.float() if FloatType.FP32 in (spec.operand, spec.fc2_output) else x
 
 
 def gather(

@@ -8,6 +8,7 @@ the experts send each slot to the rank that owns its expert (`learner.dispatch`)
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,10 +17,11 @@ from torch import nn
 from kernels import backends
 from kernels.experts import TORCH_TYPE, ExpertWeights, StoredLayout
 from kernels.guard import NonFiniteGuard
+from kernels.packed_rows import PackedRows
 from kernels.quantizer_spec import Rounding
 from kernels.slots import slot_spec
 from kernels.spec import ExecutionSpec
-from learner.dispatch import expert_parallel
+from learner.dispatch import Pack, expert_parallel
 from learner.megatron_api import (
     MegatronModule,
     MoELayer,
@@ -119,21 +121,33 @@ class Experts(MegatronModule):
         self.calls += 1
         if not self.shared_out:
             return self._own(hidden_states, topk_ids, topk_weights), None
-        slots = (hidden_states, topk_ids, topk_weights)
-        return expert_parallel(*slots, self._own, len(self.weight1), self.execution_spec, self.group), None
+        inputs = (hidden_states, topk_ids, topk_weights)
+        own, spec = (self._own, len(self.weight1)), self.execution_spec
+        return expert_parallel(*inputs, *own, spec, self.group, self._pack()), None
+
+    def _pack(self) -> Pack | None:
+        """What packs rows for their way to other ranks; None where they go as they are (`learner.dispatch`)."""
+        kernels, spec = self._kernels(self.computed_spec), self.computed_spec
+        if torch.is_grad_enabled() or not kernels.packs(spec):
+            return None
+        assert kernels.pack_rows is not None
+        return partial(kernels.pack_rows, spec=spec)
 
     def _own(
-        self, hidden_states: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor
+        self, hidden_states: torch.Tensor | PackedRows, topk_ids: torch.Tensor, topk_weights: torch.Tensor
     ) -> torch.Tensor:
         """The layer of the own experts, by whose numbers `topk_ids` names them."""
-        return self._kernels(self.computed_spec).expert_layer(
+        kernels, spec, prepared = self._kernels(self.computed_spec), self.computed_spec, self._current()[1]
+        if isinstance(hidden_states, PackedRows):
+            return kernels.forward(hidden_states, topk_ids, topk_weights, prepared, spec, self.guard)
+        return kernels.expert_layer(
             hidden_states,
             topk_ids,
             topk_weights,
             self.weight1,
             self.weight2,
-            self._current()[1],
-            self.computed_spec,
+            prepared,
+            spec,
             guard=self.guard,
             seed=self._seed(),
         )

@@ -18,10 +18,12 @@ from torch.autograd.function import once_differentiable
 
 from kernels.experts import ExpertWeights, StoredLayout
 from kernels.guard import NonFiniteGuard
+from kernels.packed_rows import PackedRows
 from kernels.quantize import QuantizedTensor, stored_scales
 from kernels.quantizer_spec import ScaleDomain
 from kernels.spec import Backward, Epilogue, ExecutionSpec
 from kernels.triton import ops
+from kernels.triton import packed_rows as packing
 from kernels.triton.backward import Saved, expert_gradients
 from kernels.triton.matrix import ExpertMatrix
 from kernels.triton.support import check_layer, check_quantizer
@@ -124,8 +126,15 @@ def _matrix(weights: ExpertWeights, name: str, native: bool, compact: bool) -> E
     return ExpertMatrix.of(matrix, native=native, compact=compact)
 
 
+def pack_rows(x: torch.Tensor, spec: ExecutionSpec) -> PackedRows:
+    """As `kernels.reference.pack_rows`, the same bytes; for `forward` of the emulated products."""
+    check_spec(spec)
+    assert spec.activation is not None
+    return packing.pack_rows(x.detach().to(torch.bfloat16), spec.activation)
+
+
 def forward(
-    x: torch.Tensor,
+    x: torch.Tensor | PackedRows,
     topk_ids: torch.Tensor,
     topk_weights: torch.Tensor,
     prepared: PreparedExperts,
@@ -135,12 +144,19 @@ def forward(
     """As `kernels.reference.forward`: the layer's output, bfloat16 [T, H].
 
     With a guard nothing waits for the device, and expert ids are not checked: a slot whose id does not exist makes its
-    token's output NaN. Without one, values that are not finite and such ids raise ValueError.
+    token's output NaN. Without one, values that are not finite and such ids raise ValueError. x packed: not with
+    weights for the native products (ValueError), nor in `torch.compile`.
     """
     check_inputs(x, topk_ids, topk_weights, prepared, spec)
     check_ids(topk_ids, prepared.w13.shape[0], guard)
-    inputs = x.detach().to(torch.bfloat16), topk_ids, topk_weights.detach()
     bad = _counts(prepared, guard)
+    if isinstance(x, PackedRows):
+        if prepared.w13.native:
+            raise ValueError("the native products do not take rows that were packed before they were grouped")
+        output = ops.run_experts(x, topk_ids, topk_weights.detach(), prepared.w13, prepared.w2, bad)
+        _report(bad, guard)
+        return output
+    inputs = x.detach().to(torch.bfloat16), topk_ids, topk_weights.detach()
     if torch.compiler.is_compiling():
         output, found = ops.experts(*inputs, prepared.w13.tensors(), prepared.w2.tensors())
         bad += found
@@ -230,7 +246,7 @@ def check_masters(w13: torch.Tensor, w2: torch.Tensor, prepared: Prepared) -> No
 
 
 def check_inputs(
-    x: torch.Tensor,
+    x: torch.Tensor | PackedRows,
     topk_ids: torch.Tensor,
     topk_weights: torch.Tensor,
     prepared: Prepared,
@@ -242,8 +258,9 @@ def check_inputs(
             f"experts were prepared under {prepared.spec.name!r}, the call asks for {spec.name!r}"
         )
     hidden = prepared.w13.shape[2]
-    if x.dim() != 2 or x.shape[1] != hidden or x.dtype not in (torch.bfloat16, torch.float32):
-        raise ValueError(f"x must be bfloat16 or float32 [T, {hidden}], got {x.dtype} {tuple(x.shape)}")
+    kind = torch.bfloat16 if isinstance(x, PackedRows) else x.dtype
+    if len(x.shape) != 2 or x.shape[1] != hidden or kind not in (torch.bfloat16, torch.float32):
+        raise ValueError(f"x must be bfloat16 or float32 [T, {hidden}], got {kind} {tuple(x.shape)}")
     if topk_ids.dim() != 2 or topk_ids.shape[0] != x.shape[0] or topk_ids.shape[1] == 0:
         raise ValueError(f"topk_ids must be [{x.shape[0]}, k] with k >= 1, got {tuple(topk_ids.shape)}")
     if topk_ids.dtype not in (torch.int32, torch.int64):

@@ -15,6 +15,7 @@ import triton.language as tl
 
 from kernels.catalogue import named_spec
 from kernels.guard import Operand
+from kernels.packed_rows import PackedRows
 from kernels.probe import Shown, listened_to, show
 from kernels.triton import tuning
 from kernels.triton.backward import Saved, expert_gradients
@@ -24,6 +25,7 @@ from kernels.triton.grouped_gemm import grouped_gemm
 from kernels.triton.grouping import ALIGN, ExpertGroups, capacity, group
 from kernels.triton.matrix import ExpertMatrix
 from kernels.triton.operand import GroupedOperand, packed_rows
+from kernels.triton.packed_rows import permute_packed
 from kernels.triton.quantize import permute_quantize
 from kernels.triton.support import plain
 from kernels.triton.swiglu import swiglu_quantize
@@ -156,20 +158,21 @@ def no_bad_rows(matrix: ExpertMatrix) -> torch.Tensor:
 
 
 def run_experts(
-    x: torch.Tensor,
+    x: torch.Tensor | PackedRows,
     topk_ids: torch.Tensor,
     topk_weights: torch.Tensor,
     w13: ExpertMatrix,
     w2: ExpertMatrix,
     bad: torch.Tensor,
 ) -> torch.Tensor:
-    """What the operator `experts` does, without the dispatcher's time on the host. bad: int64 [2, E], to which the rows
-    of FC1's and FC2's inputs that are not finite are added.
+    """What the operator `experts` does, without the dispatcher's time on the host, and of packed rows as well, unless
+    w13 is for the native product. bad: int64 [2, E], to which the rows of FC1's and FC2's inputs that are not finite
+    are added.
     """
     slots, num_experts = topk_ids.numel(), w13.shape[0]
     few = w13.decodes and w2.decodes and tuning.few_rows(slots, num_experts)
     # Copies must be older than the groups: see `permute_quantize` and `combine`.
-    x, topk_weights = plain(x), topk_weights.contiguous()
+    x, topk_weights = x if isinstance(x, PackedRows) else plain(x), topk_weights.contiguous()
     groups = group(topk_ids, num_experts, tuning.rows_of_few(slots, num_experts) if few else ALIGN)
     steps = _few_steps if few else _steps
     return combine(steps(x, groups, w13, w2, bad)[2], groups, topk_weights, _SPEC, overlap=few)
@@ -198,7 +201,7 @@ _Steps = tuple[
 
 
 def _steps(
-    x: torch.Tensor,
+    x: torch.Tensor | PackedRows,
     groups: ExpertGroups,
     w13: ExpertMatrix,
     w2: ExpertMatrix,
@@ -208,22 +211,29 @@ def _steps(
     native, quantizer, seen = w13.native, _SPEC.activation, listened_to()
     assert quantizer is not None
     packed, decoded = native or seen, not native
-    operand = permute_quantize(x, groups, quantizer, packed=packed, decoded=decoded)
-    fc1 = x.new_empty((groups.rows, w13.shape[1]), dtype=torch.bfloat16)
+    if isinstance(x, PackedRows):
+        operand = permute_packed(x, groups)
+    else:
+        operand = permute_quantize(x, groups, quantizer, packed=packed, decoded=decoded)
+    fc1 = _rows_for(groups, w13)
     grouped_gemm(operand, w13, groups, out=fc1)
     inner, act = swiglu_quantize(
         fc1, groups, quantizer, packed=packed, decoded=decoded, keep_act=keep_act or seen
     )
-    fc2 = x.new_empty((groups.rows, w2.shape[1]), dtype=torch.bfloat16)
+    fc2 = _rows_for(groups, w2)
     grouped_gemm(inner, w2, groups, out=fc2)
     _count_bad(operand, inner, groups, bad)
-    show_operands(groups, operand, inner)
+    show_operands(groups, x if isinstance(x, PackedRows) else operand, inner)
     show_rows(groups, fc1, act, fc2)
     return fc1, act, fc2
 
 
 def _few_steps(
-    x: torch.Tensor, groups: ExpertGroups, w13: ExpertMatrix, w2: ExpertMatrix, bad: torch.Tensor
+    x: torch.Tensor | PackedRows,
+    groups: ExpertGroups,
+    w13: ExpertMatrix,
+    w2: ExpertMatrix,
+    bad: torch.Tensor,
 ) -> _Steps:
     """For few rows an expert: nothing touches padding, and every step is one launch. With a listener there are more
     launches, of the same steps.
@@ -232,24 +242,37 @@ def _few_steps(
     assert quantizer is not None
     form = {"packed": seen, "decoded": True}
     counts = (None, None) if seen else bad
-    operand = permute_quantize(x, groups, quantizer, **form, bad_counts=counts[0])
-    fc1 = x.new_empty((groups.rows, w13.shape[1]), dtype=torch.bfloat16)
+    if isinstance(x, PackedRows):
+        operand = permute_packed(x, groups, counts[0])
+    else:
+        operand = permute_quantize(x, groups, quantizer, **form, bad_counts=counts[0])
+    fc1 = _rows_for(groups, w13)
     decode_gemm(operand, w13, groups, out=fc1)
     inner, act = swiglu_quantize(fc1, groups, quantizer, **form, keep_act=seen, bad_counts=counts[1])
-    fc2 = x.new_empty((groups.rows, w2.shape[1]), dtype=torch.bfloat16)
+    fc2 = _rows_for(groups, w2)
     decode_gemm(inner, w2, groups, out=fc2)
     if seen:
         _count_bad(operand, inner, groups, bad)
-    show_operands(groups, operand, inner)
+    show_operands(groups, x if isinstance(x, PackedRows) else operand, inner)
     show_rows(groups, fc1, act, fc2)
     return fc1, None, fc2
 
 
-def show_operands(groups: ExpertGroups, first: GroupedOperand, second: GroupedOperand) -> None:
+def _rows_for(groups: ExpertGroups, weight: ExpertMatrix) -> torch.Tensor:
+    """bfloat16 [R, N], not written, for the product of grouped rows with a weight [E, N, K]."""
+    return torch.empty(groups.rows, weight.shape[1], dtype=torch.bfloat16, device=weight.outer.device)
+
+
+def show_operands(groups: ExpertGroups, first: GroupedOperand | PackedRows, second: GroupedOperand) -> None:
     """FC1's and FC2's packed inputs, the rows in use, to a listener. Waits for the device then."""
     if listened_to():
+        used, top_k = used_rows(groups), groups.row_of_slot.shape[1]
         for name, operand in ((Operand.FC1_INPUT, first), (Operand.FC2_INPUT, second)):
-            show(name, Shown(packed_rows(operand, used_rows(groups)), None))
+            if isinstance(operand, PackedRows):
+                records = operand.index[groups.slot_of_row[used] // top_k]
+                show(name, Shown(operand.quantized(), records))
+            else:
+                show(name, Shown(packed_rows(operand, used), None))
 
 
 def show_rows(groups: ExpertGroups, fc1: torch.Tensor, act: torch.Tensor | None, fc2: torch.Tensor) -> None:
