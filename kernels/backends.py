@@ -25,6 +25,7 @@ from kernels import autograd, reference
 from kernels.experts import ExpertWeights, StoredLayout
 from kernels.packed_rows import PackedRows, can_pack
 from kernels.routing import sort_slots
+from kernels.slots import collect
 from kernels.spec import ExecutionSpec
 
 NAMES = ("reference", "triton_emulated", "triton_native", "grouped_bf16", "triton_per_tensor")
@@ -49,7 +50,8 @@ class ExpertKernels:
     for an engine that has to spare memory rather than time; expert_layer: as in `kernels.autograd`. layout: the order
     of weights that `forward` reads as it is, without a copy in another one. sort_slots: as
     `kernels.triton.slot_order.sort_slots`, or without leaving out rows, which is then refused in a CUDA graph.
-    pack_rows: as in `kernels.reference`, for its own `forward`; None where that takes no packed rows.
+    pack_rows: as in `kernels.reference`, for its own `forward`; None where that takes no packed rows. collect: as in
+    `kernels.slots`.
     """
 
     name: str
@@ -60,6 +62,7 @@ class ExpertKernels:
     layout: StoredLayout = StoredLayout.ROWS
     sort_slots: Callable[..., tuple[torch.Tensor, torch.Tensor]] = _sort_slots
     pack_rows: Callable[[torch.Tensor, ExecutionSpec], PackedRows] | None = None
+    collect: Callable[..., torch.Tensor] = collect
 
     def packs(self, spec: ExecutionSpec) -> bool:
         """Whether `forward` under `spec` takes rows that `pack_rows` quantised elsewhere, for the same bits."""
@@ -105,6 +108,7 @@ def _triton(name: str) -> ExpertKernels:
         StoredLayout.ROWS if native else StoredLayout.TILES,
         slot_order.sort_slots,
         None if native else layer.pack_rows,
+        layer.collect,
     )
 
 

@@ -181,7 +181,8 @@ def _products(target: int) -> Iterator[Compilation]:
 
 
 def _quantisers(target: int) -> Iterator[Compilation]:
-    from kernels.triton import combine, quantize, swiglu
+    from kernels import packed_rows as records
+    from kernels.triton import combine, packed_rows, quantize, swiglu
 
     rows, strict = "i32", {"num_warps": 1, "enable_fp_fusion": False}
     pointers = {
@@ -223,6 +224,28 @@ def _quantisers(target: int) -> Iterator[Compilation]:
     types = {"fc2": "*i32", "row_of_slot": "*i32", "coefficients": "*fp32", "output": "*i32"}
     constants = {"WIDTH": HIDDEN // 2, "COLUMNS": 256, "TOP_K": TOP_K, "OVERLAP": False}
     yield Compilation("combine", target, combine._combine, types, constants, strict, None, True)
+    if target < 100:
+        types = {"records": "*u8", "words": "*i32", "index": "*i64", "slot_of_row": "*i32", "starts": "*i32"}
+        types |= {
+            "tile_expert": "*i32",
+            "decoded": "*i32",
+            "outer": "*fp32",
+            "bad": "*u8",
+            "bad_counts": "*i64",
+        }
+        constants = {
+            "EXPERTS": EXPERTS,
+            "BLOCKS": HIDDEN // 16,
+            "PADDED": HIDDEN // 16,
+            "ROWS": 1,
+            "TOP_K": 1,
+        }
+        constants |= {"RECORD": records.record_size(HIDDEN), "OUTER": HIDDEN // 2, "ALIGN": 0}
+        constants |= {"SCALES": records.scales_at(HIDDEN), "FLAG": records.flag_at(HIDDEN)}
+        kernel = packed_rows._permute_packed
+        yield Compilation(
+            "packed rows, permuted", target, kernel, types | {"rows": rows}, constants, strict, None, True
+        )
     yield from _per_tensor(target)
 
 

@@ -59,6 +59,20 @@ def gather(
     return _Gather.apply(rows, topk_ids, topk_weights, spec)
 
 
+def collect(
+    rows: torch.Tensor,
+    row_of_slot: torch.Tensor,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    spec: ExecutionSpec,
+) -> torch.Tensor:
+    """As `gather`, without gradient and in `spec.output`, of rows [T*k, H] in another order: row_of_slot, int64 [T, k],
+    says which is whose.
+    """
+    slots = rows.index_select(0, row_of_slot.flatten()).view(*row_of_slot.shape, rows.shape[1])
+    return combine_slots(slots, lambda: topk_ids.argsort(dim=-1, stable=True), topk_weights, spec)
+
+
 class _Spread(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, top_k: int) -> torch.Tensor:

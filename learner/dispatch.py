@@ -26,13 +26,14 @@ from torch.autograd.function import once_differentiable
 
 from kernels.combine import sum_slots
 from kernels.packed_rows import PackedRows
-from kernels.slots import gather, slot_coefficients, widened
+from kernels.slots import collect, gather, slot_coefficients, widened
 from kernels.spec import ExecutionSpec, RouterPosition
 from learner.rearrange import rearrange
 
 # rows [R, H], packed or not, their experts int64 [R, 1] counted among the own, coefficients float32 [R, 1] -> [R, H]
 OwnExperts = Callable[[torch.Tensor | PackedRows, torch.Tensor, torch.Tensor], torch.Tensor]
 Pack = Callable[[torch.Tensor], PackedRows]
+Collect = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, ExecutionSpec], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -59,8 +60,8 @@ class Routes:
 
     rows: of a token's row for each rank that owns any of its experts; slots: of what belongs to a slot
     tokens: int64 [rows sent], the token of each
-    order: int64 [T*k], the slots in the order in which they are sent; back: its inverse
-    ids: int64 [slots received], the expert among the own; row_of_slot: int64 [slots received], its row among those
+    order: int64 [T*k], the slots in the order in which they are sent; back: int64 [T, k], where each stands in that
+    ids: int64 [slots received], the expert among the own; row_of_slot: int64 [slots received], the row among those
         received
     """
 
@@ -77,23 +78,28 @@ class Routes:
         """topk_ids: int64 [T, k], of all experts, of which each rank owns so many. Waits for the device."""
         ranks, device = group.size(), topk_ids.device
         owners = topk_ids // experts
-        goes = (owners[:, :, None] == torch.arange(ranks, device=device)).any(1)  # [T, ranks]
-        tokens = goes.t().nonzero()[:, 1]
-        counts = torch.stack((torch.bincount(owners.flatten(), minlength=ranks), goes.sum(0)), dim=1)
-        coming = torch.empty_like(counts)
-        dist.all_to_all_single(coming, counts, group=group)
-        (slots_sent, rows_sent), (slots, rows) = (own.t().tolist() for own in (counts, coming))
-        of_slots = Exchange(group, slots_sent, slots)
+        goes = (torch.arange(ranks, device=device)[:, None, None] == owners).any(2)  # [ranks, T]
+        tokens = goes.nonzero()[:, 1]
+        going = torch.stack((torch.bincount(owners.flatten(), minlength=ranks), goes.sum(1)), dim=1)
+        coming = torch.empty_like(going)  # from each rank: slots, rows
+        dist.all_to_all_single(coming, going, group=group)
+        slots_sent, rows_sent, slots, rows = torch.cat((going, coming), dim=1).t().tolist()
+        of_slots, of_rows = Exchange(group, slots_sent, slots), Exchange(group, rows_sent, rows)
 
         order = owners.flatten().argsort(stable=True)
-        number = (goes.cumsum(0) - 1).gather(1, owners)  # a slot's row among those that go to its rank
+        # A slot's row by its number among all that are sent, then among those that go to its rank.
+        number = (goes.flatten().cumsum(0) - 1).view_as(goes).t().gather(1, owners)
+        number -= _before(going[:, 1])[owners]
         described = torch.stack((topk_ids - owners * experts, number), dim=-1).flatten(0, 1)
         ids, number = of_slots.move(described[order]).unbind(1)
-        first = (coming[:, 1].cumsum(0) - coming[:, 1]).repeat_interleave(
-            coming[:, 0], output_size=sum(slots)
-        )
-        of_rows = Exchange(group, rows_sent, rows)
-        return cls(of_rows, of_slots, tokens, order, order.argsort(), ids, first + number)
+        first = _before(coming[:, 1]).repeat_interleave(coming[:, 0], output_size=sum(slots))
+        back = order.argsort().view_as(topk_ids)
+        return cls(of_rows, of_slots, tokens, order, back, ids, first + number)
+
+
+def _before(counts: torch.Tensor) -> torch.Tensor:
+    """The sum of the counts before each, int64 [N]."""
+    return counts.cumsum(0) - counts
 
 
 def expert_parallel(
@@ -105,22 +111,30 @@ def expert_parallel(
     spec: ExecutionSpec,
     group: dist.ProcessGroup,
     pack: Pack | None = None,
+    collect: Collect = collect,
 ) -> torch.Tensor:
-    """The expert layer's output [T, H] in x.dtype, of tokens x [T, H] of this rank; differentiable unless packed.
+    """The expert layer's output [T, H] in x.dtype, of tokens x [T, H] of this rank; differentiable without `pack`.
 
     topk_ids: int64 [T, k], of all experts; topk_weights: float32 [T, k]; experts: how many each rank of the group owns;
     own_experts: those of this rank under `kernels.slots.slot_spec(spec)`; pack: makes a record of each row, which then
-    travels in its place. All ranks of the group must come here, with `pack` or without.
+    travels in its place; collect: `kernels.slots.collect` for passes without gradient. All ranks of the group must come
+    here, with `pack` or without. Raises ValueError for `pack` in a pass with gradients.
     """
+    if pack is not None and torch.is_grad_enabled():
+        raise ValueError(
+            "packed rows have no gradient: they do not hold what the gradient of FC1's weights needs"
+        )
     routes, wide = Routes.of(topk_ids, experts, group), widened(x, spec)
     rows = _RowsOfSlots.apply(wide, routes) if pack is None else _packed_rows(pack(x), routes)
     if spec.router_position is RouterPosition.FC2_OUTPUT:  # no slot has another coefficient than 1
         coefficients = topk_weights.new_ones(len(routes.ids), 1)
     else:
-        sent = rearrange(slot_coefficients(topk_weights, spec), routes.order, routes.back)
+        sent = rearrange(slot_coefficients(topk_weights, spec), routes.order, routes.back.flatten())
         coefficients = _Move.apply(sent, routes.slots)
     computed = _Move.apply(own_experts(rows, routes.ids[:, None], coefficients), routes.slots.back())
-    slots = rearrange(computed, routes.back, routes.order).to(wide.dtype)
+    if not torch.is_grad_enabled():
+        return collect(computed, routes.back, topk_ids, topk_weights, spec).to(x.dtype)
+    slots = rearrange(computed, routes.back.flatten(), routes.order)
     return gather(slots, topk_ids, topk_weights, spec).to(x.dtype)
 
 
@@ -135,7 +149,7 @@ class _RowsOfSlots(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, routes: Routes) -> torch.Tensor:
-        ctx.routes, ctx.tokens = routes, len(x)
+        ctx.routes = routes
         rows = routes.rows.move(x.index_select(0, routes.tokens))
         return rows.index_select(0, routes.row_of_slot)
 
@@ -143,9 +157,8 @@ class _RowsOfSlots(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         routes: Routes = ctx.routes
-        slots = routes.slots.back().move(gradients[0]).index_select(0, routes.back)
-        top_k = len(routes.back) // max(ctx.tokens, 1)
-        return sum_slots(slots.view(ctx.tokens, top_k, -1)).to(slots.dtype), None
+        slots = routes.slots.back().move(gradients[0]).index_select(0, routes.back.flatten())
+        return sum_slots(slots.view(*routes.back.shape, slots.shape[1])).to(slots.dtype), None
 
 
 class _Move(torch.autograd.Function):

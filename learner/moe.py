@@ -121,9 +121,9 @@ class Experts(MegatronModule):
         self.calls += 1
         if not self.shared_out:
             return self._own(hidden_states, topk_ids, topk_weights), None
-        inputs = (hidden_states, topk_ids, topk_weights)
-        own, spec = (self._own, len(self.weight1)), self.execution_spec
-        return expert_parallel(*inputs, *own, spec, self.group, self._pack()), None
+        spec, slots = self.execution_spec, (hidden_states, topk_ids, topk_weights)
+        own, collect = (self._own, len(self.weight1)), self._kernels(spec).collect
+        return expert_parallel(*slots, *own, spec, self.group, self._pack(), collect), None
 
     def _pack(self) -> Pack | None:
         """What packs rows for their way to other ranks; None where they go as they are (`learner.dispatch`)."""

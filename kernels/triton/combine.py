@@ -22,19 +22,32 @@ def combine(
     *,
     overlap: bool = False,
 ) -> torch.Tensor:
-    """FC2's output bfloat16 [R, H] in grouped order and float32 [T, k] -> bfloat16 [T, H].
-
-    bf16(fl(fl(p_0 y_0) + fl(p_1 y_1)) + ...): FP32, no fused multiply-add, one cast. A slot without a row (an expert
-    id that does not exist) makes its token's output NaN. overlap: starts before the end of the kernel before this one,
-    which makes fc2; groups and topk_weights, contiguous, must be complete before that one lets this one start. Raises
-    ValueError for specs that combine otherwise, for another shape or type, and for overlap with other topk_weights.
-    """
-    check_layer(spec)
-    tokens, top_k = groups.row_of_slot.shape
-    if fc2.dim() != 2 or fc2.dtype is not torch.bfloat16 or fc2.shape[1] == 0 or fc2.shape[1] % 2:
-        raise ValueError(f"fc2 must be bfloat16 [R, H], H even, got {fc2.dtype} {tuple(fc2.shape)}")
+    """FC2's output bfloat16 [R, H] in grouped order and float32 [T, k] -> bfloat16 [T, H]; see `combine_rows`."""
     if len(fc2) != groups.rows:
         raise ValueError(f"groups have {groups.rows} rows, fc2 is {tuple(fc2.shape)}")
+    return combine_rows(fc2, groups.row_of_slot, topk_weights, spec, overlap=overlap)
+
+
+def combine_rows(
+    fc2: torch.Tensor,
+    row_of_slot: torch.Tensor,
+    topk_weights: torch.Tensor,
+    spec: ExecutionSpec,
+    *,
+    overlap: bool = False,
+) -> torch.Tensor:
+    """FC2's output bfloat16 [R, H], the row of each slot, int32 [T, k], and float32 [T, k] -> bfloat16 [T, H].
+
+    bf16(fl(fl(p_0 y_0) + fl(p_1 y_1)) + ...): FP32, no fused multiply-add, one cast. A slot without a row (-1, for an
+    expert id that does not exist) makes its token's output NaN. overlap: starts before the end of the kernel before
+    this one, which makes fc2; row_of_slot and topk_weights, contiguous, must be complete before that one lets this one
+    start. Raises ValueError for specs that combine otherwise, for another shape or type, and for overlap with other
+    topk_weights.
+    """
+    check_layer(spec)
+    tokens, top_k = row_of_slot.shape
+    if fc2.dim() != 2 or fc2.dtype is not torch.bfloat16 or fc2.shape[1] == 0 or fc2.shape[1] % 2:
+        raise ValueError(f"fc2 must be bfloat16 [R, H], H even, got {fc2.dtype} {tuple(fc2.shape)}")
     if topk_weights.shape != (tokens, top_k) or topk_weights.dtype is not torch.float32:
         found = f"{topk_weights.dtype} {tuple(topk_weights.shape)}"
         raise ValueError(f"topk_weights must be float32 {(tokens, top_k)}, got {found}")
@@ -47,7 +60,7 @@ def combine(
     columns = min(1024 if tokens > _FEW else 256, triton.next_power_of_2(width))
     _combine[(tokens, triton.cdiv(width, columns))](
         words(fc2),
-        groups.row_of_slot,
+        row_of_slot,
         topk_weights.detach().contiguous(),
         output.view(torch.int32),
         WIDTH=width,

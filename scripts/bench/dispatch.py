@@ -30,7 +30,7 @@ from kernels.experts import ExpertWeights
 from kernels.guard import NonFiniteGuard
 from kernels.slots import slot_spec
 from kernels.spec import ExecutionSpec
-from learner.dispatch import Exchange, Routes, expert_parallel
+from learner.dispatch import Exchange, Pack, Routes, expert_parallel
 
 Call = Callable[[], object]
 
@@ -133,10 +133,15 @@ def case(
         assert own.kernels.pack_rows is not None
         pack = partial(own.kernels.pack_rows, spec=own.spec)
 
-    calls: dict[str, Call] = {"bf16": lambda: expert_parallel(x, ids, p, own, half, spec, group)}
+    collect = backends.choose(spec, device).collect
+
+    def layer(pack: Pack | None = None) -> torch.Tensor:
+        return expert_parallel(x, ids, p, own, half, spec, group, pack, collect)
+
+    calls: dict[str, Call] = {"bf16": layer}
     if pack is not None:
-        calls["packed"] = lambda: expert_parallel(x, ids, p, own, half, spec, group, pack)
-        assert torch.equal(calls["bf16"](), calls["packed"]())  # type: ignore[arg-type]
+        calls["packed"] = partial(layer, pack)
+        assert torch.equal(layer(), layer(pack))
     layers = medians(calls, given.repeats, device)
     own.guard.check()
 
@@ -149,7 +154,10 @@ def case(
         moves["out, packed"] = (routes.rows, pack(x).records.index_select(0, routes.tokens))
     moves |= {"out, bf16, a row a slot": (routes.slots, by_slot), "back, bf16": (routes.slots.back(), fc2)}
     steps: dict[str, Call] = {name: partial(where.move, what) for name, (where, what) in moves.items()}
-    steps["routes"] = lambda: Routes.of(ids, half, group)
+    steps |= {
+        "routes": lambda: Routes.of(ids, half, group),
+        "combine": partial(collect, by_slot, routes.back, ids, p, spec),
+    }
     if pack is not None:
         steps["pack"] = lambda: pack(x)
     exchanges = medians(steps, given.repeats, device)
@@ -159,7 +167,7 @@ def case(
     }
     busiest = torch.tensor(len(routes.ids), device=device)
     dist.all_reduce(busiest, dist.ReduceOp.MAX)
-    del rows, by_slot, fc2, moves, steps
+    del rows, by_slot, fc2, moves, steps, routes
 
     if alone is not None:  # rank 0
         one = {"its tokens": (x, ids, p), "all": tuple(torch.cat([t] * ranks) for t in (x, ids, p))}

@@ -6,11 +6,13 @@ import pytest
 import torch
 
 from kernels import combine as reference_combine
+from kernels import slots
 from kernels.catalogue import named_spec
 from kernels.quantize import decode, quantize_activation
 from kernels.routing import Routing
 from kernels.swiglu import swiglu
 from kernels.swizzle import unswizzle_128x4
+from kernels.triton import layer
 from kernels.triton.combine import combine
 from kernels.triton.grouping import ExpertGroups, group
 from kernels.triton.swiglu import swiglu_quantize
@@ -111,6 +113,20 @@ def test_combine(tokens: int, top_k: int, hidden: int) -> None:
     found = combine(grouped(fc2, groups), groups, coefficients.to(DEVICE), MINITE)
     expected = reference_combine.combine(fc2, Routing.group(ids, 11), coefficients, MINITE)
     assert torch.equal(found.cpu(), expected)
+
+
+def test_rows_in_another_order_are_combined() -> None:
+    """As ranks get them back that own the tokens, in BF16, or in FP32 from a layer whose tokens are that."""
+    generator = torch.Generator().manual_seed(5)
+    rows, p = sample(21, 24, seed=5), torch.rand(7, 3, generator=generator)
+    places = torch.randperm(21, generator=generator).view(7, 3)
+    ids = torch.rand(7, 5, generator=generator).topk(3).indices
+    expected = slots.collect(rows, places, ids, p, MINITE)
+    for own in (rows, rows.float()):
+        found = layer.collect(*(t.to(DEVICE) for t in (own, places, ids, p)), MINITE)
+        assert torch.equal(found.cpu(), expected)
+    in_order = slots.gather(rows[places.flatten()], ids, p, MINITE)
+    assert torch.equal(expected, in_order)
 
 
 def test_a_slot_without_a_row_is_not_silent() -> None:

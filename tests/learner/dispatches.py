@@ -30,8 +30,18 @@ from tests.learner.layouts import PAIRS, make_batch, settings, world
 
 SHAPE = LayerShape(tokens=23, hidden=128, ffn=128, experts=8, top_k=3)
 TOKENS_OF_FIRST = (23, 10, 0)  # of those of rank 0; rank 1 has the rest
-LAYER_SPECS = ("minite", "minite_expert", "minite[router_position=swiglu_output]")
-POLICY_SPECS = ("minite", "minite_expert", "strict", "te_exact")
+LAYER_SPECS = {  # by device
+    "cpu": ("minite", "minite_expert", "minite[router_position=swiglu_output]"),
+    "cuda": ("minite", "minite_expert"),
+}
+POLICY_CASES = [  # spec, type of the model's parameters
+    ("minite", "float32"),
+    ("minite", "bfloat16"),
+    ("minite_expert", "bfloat16"),
+    ("te_exact", "bfloat16"),
+    ("strict", "float32"),
+]
+GPU_CASES = POLICY_CASES[:-1]
 PORTS = 2
 
 
@@ -65,13 +75,14 @@ def layer_inputs(not_finite: bool = False) -> LayerInput:
     return given
 
 
+@torch.no_grad()
 def layer(name: str, rank: int, first: int, device: str, not_finite: bool = False) -> dict[str, Any]:
     """By way: the output of this rank's tokens, what moved, and what the guard says of this rank's experts."""
     spec, given, half = spec_from_label(name), layer_inputs(not_finite), SHAPE.experts // 2
     tokens = slice(0, first) if rank == 0 else slice(first, SHAPE.tokens)
     own = slice(rank * half, (rank + 1) * half)
     slots = slot_spec(spec)
-    kernels = backends.choose(slots, device)
+    kernels, collect = backends.choose(slots, device), backends.choose(spec, device).collect
     masters = given.w13[own].to(device), given.w2[own].to(device)
     prepared = kernels.prepare(kernels.quantize(*masters, spec).in_layout(kernels.layout), slots)
     inputs = [t[tokens].to(device) for t in (given.x, given.topk_ids, given.topk_weights)]
@@ -83,7 +94,7 @@ def layer(name: str, rank: int, first: int, device: str, not_finite: bool = Fals
             return kernels.forward(x, ids, p, prepared, slots, guard)
 
         with watched() as moved:
-            output = expert_parallel(*inputs, run, half, spec, dist.group.WORLD, pack)
+            output = expert_parallel(*inputs, run, half, spec, dist.group.WORLD, pack, collect)
         try:
             guard.check()
             message = ""
@@ -91,6 +102,36 @@ def layer(name: str, rank: int, first: int, device: str, not_finite: bool = Fals
             message = str(error)
         results[way] = {"output": output.cpu(), "moved": moved, "message": message}
     return results
+
+
+def input_gradient(rank: int, first: int, device: str) -> dict[str, torch.Tensor]:
+    """Of this rank's tokens and coefficients, in FP32, by the experts' rows of all ranks."""
+    spec, given, half = named_spec("fp32"), layer_inputs(), SHAPE.experts // 2
+    tokens = slice(0, first) if rank == 0 else slice(first, SHAPE.tokens)
+    masters = [w[rank * half : (rank + 1) * half].float().to(device) for w in (given.w13, given.w2)]
+    slots = slot_spec(spec)
+    kernels = backends.choose(slots, device)
+    prepared = kernels.prepare(kernels.quantize(*masters, spec), slots)
+    x, p = (t[tokens].float().to(device).requires_grad_() for t in (given.x, given.topk_weights))
+
+    def run(rows: Any, ids: torch.Tensor, coefficients: torch.Tensor) -> torch.Tensor:
+        return kernels.expert_layer(rows, ids, coefficients, *masters, prepared, slots)
+
+    ids = given.topk_ids[tokens].to(device)
+    output = expert_parallel(x, ids, p, run, half, spec, dist.group.WORLD)
+    d_x, d_p = torch.autograd.grad(output.square().sum(), (x, p))
+    return {"x": d_x.cpu(), "p": d_p.cpu()}
+
+
+def whole_input_gradient() -> dict[str, torch.Tensor]:
+    """The same in one process."""
+    spec, given = named_spec("fp32"), layer_inputs()
+    masters = given.w13.float(), given.w2.float()
+    prepared = backends.REFERENCE.prepare(backends.REFERENCE.quantize(*masters, spec), spec)
+    x, p = (t.float().requires_grad_() for t in (given.x, given.topk_weights))
+    output = backends.REFERENCE.expert_layer(x, given.topk_ids, p, *masters, prepared, spec)
+    d_x, d_p = torch.autograd.grad(output.square().sum(), (x, p))
+    return {"x": d_x, "p": d_p}
 
 
 def whole_layer(name: str, device: str) -> torch.Tensor:
@@ -126,12 +167,13 @@ def run(rank: int, ports: Sequence[int], folder: Path, out: Path, device: str) -
     torch.set_num_threads(1)
     results: dict[str, Any] = {}
     with world(rank, 2, ports[0], device):
-        for name in LAYER_SPECS[: 2 if device == "cuda" else None]:
+        for name in LAYER_SPECS[device]:
             for first in TOKENS_OF_FIRST:
                 results[name, first] = layer(name, rank, first, device)
+        for first in TOKENS_OF_FIRST:
+            results["gradient", first] = input_gradient(rank, first, device)
         results["not finite"] = layer("minite", rank, 10, device, not_finite=True)
     with world(rank, 2, ports[1], device):
-        for name in POLICY_SPECS:
-            for dtype in ("float32", "bfloat16"):
-                results[name, dtype] = policy_scores(folder, name, dtype, device)
+        for name, dtype in GPU_CASES if device == "cuda" else POLICY_CASES:
+            results[name, dtype] = policy_scores(folder, name, dtype, device)
     torch.save(results, out / f"rank{rank}.pt")

@@ -49,17 +49,24 @@ def outcome(
 
 
 @pytest.mark.parametrize("first", ranks.TOKENS_OF_FIRST)
-@pytest.mark.parametrize("name", ranks.LAYER_SPECS)
+@pytest.mark.parametrize("name", ranks.LAYER_SPECS["cpu"])
 def test_the_layer_is_that_of_one_process(outcome: Outcome, name: str, first: int) -> None:
     """Both ways, with a rank that has no tokens, too."""
     device, found = outcome
-    if device == "cuda" and name not in ranks.LAYER_SPECS[:2]:
-        pytest.skip("not for the Triton kernels")
+    if name not in ranks.LAYER_SPECS[device]:
+        pytest.skip(f"not on {device}")
     expected = ranks.whole_layer(name, device)
     for way in WAYS:
         output = torch.cat([own[name, first][way]["output"] for own in found])
         assert torch.equal(output, expected), way
         assert not any(own[name, first][way]["message"] for own in found)
+
+
+@pytest.mark.parametrize("first", ranks.TOKENS_OF_FIRST)
+def test_the_gradient_comes_back(outcome: Outcome, first: int) -> None:
+    found = [own["gradient", first] for own in outcome[1]]
+    for part, expected in ranks.whole_input_gradient().items():
+        torch.testing.assert_close(torch.cat([own[part] for own in found]), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_a_row_goes_once_to_each_rank_that_needs_it(outcome: Outcome) -> None:
@@ -88,10 +95,12 @@ def test_a_row_that_is_not_finite_is_reported_by_the_owner_of_its_experts(outcom
         assert "layer 5: FC1 input of expert" in message
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", ranks.POLICY_SPECS)
+@pytest.mark.parametrize(("name", "dtype"), ranks.POLICY_CASES)
 def test_log_probabilities_have_the_same_bits(outcome: Outcome, name: str, dtype: str) -> None:
-    for own in outcome[1]:
+    device, found = outcome
+    if device == "cuda" and (name, dtype) not in ranks.GPU_CASES:
+        pytest.skip(f"not on {device}")
+    for own in found:
         scores, moved = own[name, dtype]["scores"], own[name, dtype]["moved"]
         assert scores["packed"].any()
         assert torch.equal(scores["packed"], scores["as it is"])
