@@ -149,16 +149,17 @@ class _RowsOfSlots(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, routes: Routes) -> torch.Tensor:
-        ctx.routes = routes
+        ctx.save_for_backward(routes.back)
+        ctx.exchange = routes.slots
         rows = routes.rows.move(x.index_select(0, routes.tokens))
         return rows.index_select(0, routes.row_of_slot)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        routes: Routes = ctx.routes
-        slots = routes.slots.back().move(gradients[0]).index_select(0, routes.back.flatten())
-        return sum_slots(slots.view(*routes.back.shape, slots.shape[1])).to(slots.dtype), None
+        (back,) = ctx.saved_tensors
+        slots = ctx.exchange.back().move(gradients[0]).index_select(0, back.flatten())
+        return sum_slots(slots.view(*back.shape, slots.shape[1])).to(slots.dtype), None
 
 
 class _Move(torch.autograd.Function):

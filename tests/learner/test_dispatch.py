@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import multiprocessing
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
+from kernels.catalogue import named_spec
 from kernels.packed_rows import record_size
+from kernels.reference import pack_rows
+from learner.dispatch import expert_parallel
 from tests.learner import dispatches as ranks
 from tests.learner.conftest import MakeFolder
 from tests.learner.layouts import VOCAB
@@ -93,6 +97,13 @@ def test_a_row_that_is_not_finite_is_reported_by_the_owner_of_its_experts(outcom
         for expert in experts:
             assert f"{expert} ({experts.count(expert)} rows)" in message
         assert "layer 5: FC1 input of expert" in message
+
+
+def test_packed_rows_are_refused_where_a_gradient_is_needed() -> None:
+    given, spec = ranks.layer_inputs(), named_spec("minite")
+    inputs = (given.x, given.topk_ids, given.topk_weights)
+    with pytest.raises(ValueError, match="packed rows have no gradient"):
+        expert_parallel(*inputs, None, 8, spec, None, partial(pack_rows, spec=spec))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("name", "dtype"), ranks.POLICY_CASES)
