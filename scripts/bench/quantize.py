@@ -19,6 +19,7 @@ from kernels.catalogue import named_spec
 from kernels.triton.combine import combine
 from kernels.triton.grouping import ExpertGroups, group
 from kernels.triton.operand import GroupedOperand
+from kernels.triton.packed_rows import pack_rows, permute_packed
 from kernels.triton.quantize import launch_rows, permute_quantize
 from kernels.triton.swiglu import swiglu_quantize
 from kernels.triton.weights import quantize_and_flag
@@ -146,6 +147,12 @@ def cases(shape: Shape) -> list[Case]:
         ),
         Case("quantise rows", size_of(x, *buffers), lambda: launch_rows(x, *buffers)),
         *permute_cases(x, groups, shape.top_k),
+    ]
+    packed = pack_rows(x, activation)
+    records, decoded = packed.records, used_size(permute_packed(packed, groups), share)
+    found += [
+        Case("quantise rows into records", size_of(x, records), lambda: pack_rows(x, activation)),
+        Case("permute records, decoded", size_of(records) + decoded, lambda: permute_packed(packed, groups)),
     ]
     fc1 = torch.randn(groups.rows, 2 * shape.ffn, device="cuda").bfloat16()
     for packed, decoded, keep in ((True, False, False), (False, True, False), (False, True, True)):

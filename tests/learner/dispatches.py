@@ -34,14 +34,9 @@ LAYER_SPECS = {  # by device
     "cpu": ("minite", "minite_expert", "minite[router_position=swiglu_output]"),
     "cuda": ("minite", "minite_expert"),
 }
-POLICY_CASES = [  # spec, type of the model's parameters
-    ("minite", "float32"),
-    ("minite", "bfloat16"),
-    ("minite_expert", "bfloat16"),
-    ("te_exact", "bfloat16"),
-    ("strict", "float32"),
-]
-GPU_CASES = POLICY_CASES[:-1]
+# spec, type of the model's parameters
+GPU_CASES = [("minite", "float32"), ("minite", "bfloat16"), ("minite_expert", "bfloat16")]
+POLICY_CASES = [*GPU_CASES, ("te_exact", "bfloat16"), ("strict", "float32")]
 PORTS = 2
 
 
