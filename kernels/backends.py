@@ -51,7 +51,8 @@ class ExpertKernels:
     of weights that `forward` reads as it is, without a copy in another one. sort_slots: as
     `kernels.triton.slot_order.sort_slots`, or without leaving out rows, which is then refused in a CUDA graph.
     pack_rows: as in `kernels.reference`, for its own `forward`; None where that takes no packed rows. collect: as in
-    `kernels.slots`.
+    `kernels.slots`. absent_slots: whether `forward`, with a guard, takes slots whose id no expert has, and makes NaN of
+    their tokens without waiting for the device.
     """
 
     name: str
@@ -63,6 +64,7 @@ class ExpertKernels:
     sort_slots: Callable[..., tuple[torch.Tensor, torch.Tensor]] = _sort_slots
     pack_rows: Callable[[torch.Tensor, ExecutionSpec], PackedRows] | None = None
     collect: Callable[..., torch.Tensor] = collect
+    absent_slots: bool = False
 
     def packs(self, spec: ExecutionSpec) -> bool:
         """Whether `forward` under `spec` takes rows that `pack_rows` quantised elsewhere, for the same bits."""
@@ -109,6 +111,7 @@ def _triton(name: str) -> ExpertKernels:
         slot_order.sort_slots,
         None if native else layer.pack_rows,
         layer.collect,
+        absent_slots=True,
     )
 
 
@@ -123,6 +126,8 @@ def _grouped_bf16(name: str) -> ExpertKernels:
         own.forward,
         own.expert_layer,
         sort_slots=slot_order.sort_slots,
+        collect=own.collect,
+        absent_slots=True,
     )
 
 

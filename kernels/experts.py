@@ -24,6 +24,7 @@ _BLOCK_SHAPE = {
     Block.TILE_16: (16, 16),
 }  # rows, elements along K
 _MATRICES = ("w13", "w2")
+OPERANDS = ("w13.weight", "w2.weight")  # parts, before they are quantised: see `operand_layout`
 
 
 class StoredLayout(StrEnum):

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import torch
 
     from kernels.experts import StoredLayout
+    from kernels.shard import Shards
     from learner.batch import TrainBatch
     from learner.config import CriticConfig, LearnerConfig, ObjectiveConfig
     from learner.policy import Scores
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from rl.sync.protocol import Announcement, Held
     from rl.sync.receiver import Installed
     from rl.sync.sender import Sent
-    from rl.sync.transport import Parcel
+    from rl.sync.transport import Parcel, Receiving
     from sampler.config import SamplerConfig, SamplingConfig
     from sampler.engine import Completion
 
@@ -129,7 +130,12 @@ class LearnerActor(RankActor):
 
     @collective
     def open_sender(
-        self, precision_map: PrecisionMap, layout: StoredLayout, keep: bool, transport: str
+        self,
+        precision_map: PrecisionMap,
+        layout: StoredLayout,
+        keep: bool,
+        transport: str,
+        parts: Sequence[Shards],
     ) -> None:
         """Before any sync: what samplers hold, and how it travels; see `rl.sync.sender.Sender`."""
         from rl.sync.follower import Follower
@@ -139,10 +145,10 @@ class LearnerActor(RankActor):
         self.follower = Follower(self.policy, precision_map, layout) if self.rank else None
         if self.rank:
             return
-        self.sender = Sender(self.policy, precision_map, keep, layout)
+        self.sender = Sender(self.policy, precision_map, keep, layout, parts)
         self.outlet = open_outlet(transport)
 
-    def open_link(self, members: Sequence[int], host: str, timeout_s: float) -> int:
+    def open_link(self, members: Sequence[Receiving], host: str, timeout_s: float) -> int:
         """A new process group, to be joined at the port that is returned."""
         from rl.sync.process_group import GroupOutlet
 
@@ -180,7 +186,7 @@ class LearnerActor(RankActor):
             return None
         return self.sender.open_kept(session, bucket_bytes)
 
-    def address(self, receivers: Sequence[int]) -> None:
+    def address(self, receivers: Sequence[Receiving]) -> None:
         self.outlet.address(receivers)
 
     @collective
@@ -279,8 +285,8 @@ class CriticActor(RankActor):
         onload(self.critic)
 
 
-class SamplerActor(Actor):
-    """`sampler.engine.Sampler` behind Ray."""
+class SamplerActor(RankActor):
+    """`sampler.engine.Sampler` behind Ray. Each process of an engine is a receiver of weight syncs by itself."""
 
     def __init__(
         self, model_dir: Path, precision_map: PrecisionMap, config: SamplerConfig, transport: str = "ray"
@@ -300,17 +306,21 @@ class SamplerActor(Actor):
     def report(self) -> EngineReport:
         return self.sampler.report()
 
+    @collective
     def generate(
         self, prompts: list[list[int]], seeds: list[list[int]], sampling: SamplingConfig
     ) -> list[list[Completion]]:
         return self.sampler.generate(prompts, seeds, sampling)
 
+    @collective
     def sleep(self) -> None:
         self.rest.sleep()
 
+    @collective
     def wake_weights(self) -> None:
         self.rest.wake_weights()
 
+    @collective
     def wake_cache(self) -> None:
         self.rest.wake_cache()
 
@@ -327,6 +337,10 @@ class SamplerActor(Actor):
         """How experts must come in a weight sync."""
         return self.receiver.holder.layout
 
+    def shards(self) -> Shards:
+        """Which part of a weight sync's tensors is held here."""
+        return self.receiver.holder.shards
+
     def held(self) -> Held:
         return self.receiver.held()
 
@@ -339,8 +353,8 @@ class SamplerActor(Actor):
     def end(self, session: str) -> Installed:
         return self.receiver.end(session)
 
-    def commit(self, session: str) -> None:
-        self.receiver.commit(session)
+    def commit(self, session: str, content: str) -> None:
+        self.receiver.commit(session, content)
 
     def abort(self) -> None:
         self.receiver.abort()
@@ -352,7 +366,7 @@ class WeightSyncActor(Actor):
     def __init__(
         self,
         learner: Remote | Group,
-        samplers: Sequence[Remote],
+        samplers: Sequence[Remote | Group],
         precision_map: PrecisionMap,
         config: SyncConfig,
     ):
@@ -370,7 +384,7 @@ class WeightSyncActor(Actor):
     def lost(self) -> list[int]:
         return self.weight_sync.lost()
 
-    def rejoin(self, index: int, sampler: Remote) -> None:
+    def rejoin(self, index: int, sampler: Remote | Group) -> None:
         self.weight_sync.rejoin(index, sampler)
 
 

@@ -12,10 +12,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from textwrap import shorten
-from typing import Any
+from typing import Any, TypeVar
 
 from rl.errors import ClusterError
 
+Key = TypeVar("Key")
 HOST = "127.0.0.1"  # where everything listens
 LOG_VARIABLE = "MINITE_ACTOR_LOG"  # where an actor's output goes
 
@@ -168,13 +169,13 @@ class _Later:
         return getattr(self._handle, method).remote
 
 
-def as_done(calls: Mapping[int, Any]) -> Iterator[tuple[int, Any]]:
-    """The entries of `calls`, number -> reference, each as soon as its call is over: with a result, an error, or a
+def as_done(calls: Mapping[Key, Any]) -> Iterator[tuple[Key, Any]]:
+    """The entries of `calls`, name -> reference, each as soon as its call is over: with a result, an error, or a
     death, which Ray notices by itself.
     """
     import ray
 
-    pending = {reference: number for number, reference in calls.items()}
+    pending = {reference: name for name, reference in calls.items()}
     while pending:
         [done], _ = ray.wait(list(pending), num_returns=1)
         yield pending.pop(done), done

@@ -44,7 +44,7 @@ class Engines:
     critic: Remote | Group | None = None
 
     @property
-    def samplers(self) -> Sequence[Remote]:
+    def samplers(self) -> Sequence[Remote | Group]:
         return self.weight_sync.samplers
 
     def reports(self) -> list[EngineReport]:
@@ -119,7 +119,7 @@ def start_engines(plan: Plan, folder: RunFolder, view: RunView) -> Engines:
     return Engines(learner, fleet, _hardware(plan, learner, samplers[0]), reference, critic)
 
 
-def _hardware(plan: Plan, learner: Remote | Group, sampler: Remote) -> Hardware:
+def _hardware(plan: Plan, learner: Remote | Group, sampler: Remote | Group) -> Hardware:
     config = plan.config
     return Hardware(
         model_architecture(plan.model),
@@ -140,18 +140,19 @@ def _start_learner(
     return start_group(LearnerActor, name, config.learner, folder.path, *arguments)
 
 
-def _start_sampler(plan: Plan, model: Path, folder: RunFolder, index: int) -> Remote:
+def _start_sampler(plan: Plan, model: Path, folder: RunFolder, index: int) -> Remote | Group:
     config = plan.config
     name = f"sampler_{index}" if index else "sampler"
     arguments = (model, plan.sampler_map, config.sampler, config.sync.transport)
-    log, environment = folder.path / f"{name}.log", sampler_environment(config, index)
-    return start_actor(SamplerActor, name, config.sampler.threads, log, *arguments, environment=environment)
+    environment = sampler_environment(config, index)
+    return start_group(SamplerActor, name, config.sampler, folder.path, *arguments, environment=environment)
 
 
 def sampler_environment(config: Config, index: int) -> dict[str, str]:
-    """The GPUs that sampler `index` sees, counted among those that this process sees. Several samplers have GPUs of
-    their own each: with `cluster.placement=separate` those behind the GPUs of the learner's ranks, else the first. One
-    that shares the learner's GPU sees them all, and takes the first.
+    """The GPUs that the processes of sampler `index` see, of which each takes that of its rank; counted among those
+    that this process sees. Several samplers have GPUs of their own each: with `cluster.placement=separate` those behind
+    the GPUs of the learner's ranks, else the first. One that shares the learner's GPUs sees them all, and takes the
+    first.
 
     Raises ConfigError where this process sees fewer.
     """

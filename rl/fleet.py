@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from kernels.report import EngineReport
-from rl.cluster import ActorDied, Remote, wait
+from rl.cluster import ActorDied, Remote, stop_actor, wait
 from rl.group import Group
 
 log = logging.getLogger(__name__)
@@ -16,16 +16,17 @@ log = logging.getLogger(__name__)
 class Fleet:
     """samplers: one weight version in all of them, whenever anybody asks them for something.
 
-    weight_sync: the actor. start: makes the sampler of a number (and returns before it is ready). restarts: how many
-    deaths a run may see. sleeps: whether samplers sleep while they rest. leaving: learners that give their GPU memory
-    to the samplers while these are at work.
+    A sampler may have several processes: the death of one is its death. weight_sync: the actor. start: makes the
+    sampler of a number (and returns before it is ready). restarts: how many deaths a run may see. sleeps: whether
+    samplers sleep while they rest. leaving: learners that give their GPU memory to the samplers while these are at
+    work.
     """
 
     def __init__(
         self,
-        samplers: list[Remote],
+        samplers: list[Remote | Group],
         weight_sync: Remote,
-        start: Callable[[int], Remote],
+        start: Callable[[int], Remote | Group],
         restarts: int,
         sleeps: bool = False,
         leaving: Sequence[Remote | Group] = (),
@@ -95,20 +96,20 @@ class Fleet:
     def _each(self, method: str, without: Sequence[int] = ()) -> None:
         """Of all samplers at once. One that has died is found and replaced when it is next needed."""
         calls = [
-            getattr(sampler.later, method)()
+            (sampler, getattr(sampler.later, method)())
             for index, sampler in enumerate(self.samplers)
             if index not in without
         ]
-        for call in calls:
+        for sampler, call in calls:
             try:
-                wait(call)
+                _outcome(sampler, call)
             except ActorDied as died:
                 log.warning("%s: %s", method, died)
 
     def _answer(self, index: int, call: Any, share: tuple[Any, ...]) -> Any:
         while True:
             try:
-                return wait(call)
+                return _outcome(self.samplers[index], call)
             except ActorDied as died:
                 self._replace(index, died)
                 call = self.samplers[index].later.generate(*share)
@@ -123,9 +124,21 @@ class Fleet:
             self._restarts_left -= 1
             log.warning("sampler %d died and is started again (%d restarts left)", index, self._restarts_left)
             try:
+                _end(self.samplers[index])
                 self.samplers[index] = self._start(index)
-                wait(self.samplers[index].later.ready())
+                self.samplers[index].ready()
                 self._weight_sync.rejoin(index, self.samplers[index])
                 return
             except ActorDied as again:
                 died = again
+
+
+def _outcome(sampler: Remote | Group, call: Any) -> Any:
+    """The result of `call`, which `sampler.later` gave."""
+    return sampler.answer(call) if isinstance(sampler, Group) else wait(call)
+
+
+def _end(sampler: Remote | Group) -> None:
+    """Of one that has died: the processes that are left wait for it, or would."""
+    if isinstance(sampler, Group):
+        stop_actor(sampler)

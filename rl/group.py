@@ -2,7 +2,8 @@
 
     group = start_group(LearnerActor, "learner", config.learner, log, *arguments)
     scores = group.score(...)       # all ranks work, rank 0 answers
-    group.later.ship()              # the reference of rank 0's answer
+    call = group.later.ship()       # the reference of rank 0's answer
+    group.answer(call)              # that answer, once all have answered
 
 What is marked `rl.actors.collective` is called on all ranks, with the same arguments and in the same order; anything
 else on rank 0 alone.
@@ -11,31 +12,49 @@ else on rank 0 alone.
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from learner.config import LearnerConfig
 from learner.errors import OtherRankFailed
-from rl.cluster import HOST, Remote, start_actor, wait
+from rl.cluster import HOST, ActorDied, Remote, start_actor, wait
 
 _PATIENCE_S = 20.0  # after an error on one rank, for that on which it rests
+_DEATH_S = 5.0  # after an error on one rank, for word of the death of another
+
+
+class Processes(Protocol):
+    """threads: of each process."""
+
+    @property
+    def processes(self) -> int: ...
+    @property
+    def threads(self) -> int: ...
 
 
 def start_group(
-    actor_class: type, name: str, config: LearnerConfig, folder: Path, *args: Any
+    actor_class: type,
+    name: str,
+    config: Processes,
+    folder: Path,
+    *args: Any,
+    environment: Mapping[str, str] | None = None,
 ) -> Remote | Group:
-    """Begin to start the processes that `config` asks for; with one process, a plain actor. Logs go to `folder`."""
+    """Begin to start the processes that `config` asks for; with one process, a plain actor. Logs go to `folder`.
+    environment: variables of all of them, beside those that every actor has.
+    """
     if config.processes == 1:
-        return start_actor(actor_class, name, config.threads, folder / f"{name}.log", *args)
+        log = folder / f"{name}.log"
+        return start_actor(actor_class, name, config.threads, log, *args, environment=environment)
     common = {"WORLD_SIZE": str(config.processes), "MASTER_ADDR": HOST, "MASTER_PORT": str(_free_port())}
     common["GLOO_SOCKET_IFNAME"] = "lo"  # all are on this machine, and nobody else may join
+    common |= dict(environment or {})
     members = []
     for rank in range(config.processes):
-        own = f"{name}_{rank}" if rank else name
-        environment = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        own = f"{name}.{rank}" if rank else name
+        variables = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
         log = folder / f"{own}.log"
-        members.append(start_actor(actor_class, own, config.threads, log, *args, environment=environment))
+        members.append(start_actor(actor_class, own, config.threads, log, *args, environment=variables))
     return Group(
         members, frozenset(n for n in dir(actor_class) if hasattr(getattr(actor_class, n), "collective"))
     )
@@ -52,6 +71,19 @@ class Group:
     def memory_mib(self) -> float:
         """The largest of all ranks."""
         return max(wait([member.later.memory_mib() for member in self.members]))
+
+    def answer(self, call: Any) -> Any:
+        """Rank 0's answer to `call`, which `later` gave, once all ranks have answered. Raises ActorDied for a death,
+        also where others only say that they have lost one of them.
+        """
+        unseen, self._unseen = self._unseen, []
+        try:
+            return _answer([call], unseen)
+        except ActorDied:
+            raise
+        except Exception:
+            _raise_death(self.members)
+            raise
 
     def begin(self, method: str, args: Any, kwargs: Any) -> list[Any]:
         """References of all calls, that of rank 0 first."""
@@ -77,10 +109,14 @@ class Group:
         return (Group, (self.members, self.collective))
 
 
+def members_of(engine: Remote | Group) -> list[Remote]:
+    """Its processes, by rank."""
+    return engine.members if isinstance(engine, Group) else [engine]
+
+
 def wait_until_ready(engines: Sequence[Remote | Group]) -> None:
     """Until every process of all engines is there; the first that fails ends the waiting."""
-    members = [m for engine in engines for m in (engine.members if isinstance(engine, Group) else [engine])]
-    _answer([member.later.ready() for member in members], [])
+    _answer([member.later.ready() for engine in engines for member in members_of(engine)], [])
 
 
 class _Later:
@@ -124,6 +160,18 @@ def _answer(references: list[Any], others: list[Any]) -> Any:
     if hearsay is not None:
         raise hearsay
     return wait(references[0]) if references else None
+
+
+def _raise_death(members: Sequence[Remote]) -> None:
+    """Raise ActorDied if one of them has died, which any call tells at once; those at work answer late or never."""
+    import ray
+
+    pending = [member.later.ready() for member in members]
+    while pending:
+        done, pending = ray.wait(pending, num_returns=1, timeout=_DEATH_S)
+        if not done:
+            return
+        wait(done[0])
 
 
 def _free_port() -> int:

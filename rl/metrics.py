@@ -244,7 +244,7 @@ _TABLE: dict[str, list[tuple[str, Reducer, str, str]]] = {
         ("time/checkpoint", SUM, "s", "writing the checkpoint"),
         ("time/iteration", SUM, "s", "the whole iteration"),
         ("rate/tokens_per_second", ONCE, "tokens/s", "tokens generated per second of the whole iteration"),
-        ("rate/generate", ONCE, "tokens/s", "response tokens a second of sampling, of one sampler"),
+        ("rate/generate", ONCE, "tokens/s", "response tokens a second of sampling, of one rank of a sampler"),
         ("rate/score", ONCE, "tokens/s", "tokens a second of scoring, of one rank of the learner"),
         ("rate/update", ONCE, "tokens/s", "tokens a second of the updates, of one rank of the learner"),
     ],

@@ -29,7 +29,7 @@ class Hardware:
     model: Architecture
     sampler_map: PrecisionMap
     sampler_config: SamplerConfig
-    samplers: int
+    samplers: int  # of `sampler_config.processes` ranks each
     ranks: int  # of the learner
     learner: Device | None
     sampler: Device | None
@@ -52,12 +52,14 @@ class Hardware:
                 found[f"usage/{stage}_mfu"] = done / seconds / self.ranks / self.learner.bf16
         seconds = metrics.get("time/generate", 0.0)
         if seconds > 0 and "time/overlapped" not in metrics:  # one step off, that is the time of waiting
-            found["rate/generate"] = metrics["tokens/generated"] / seconds / self.samplers
+            ranks = self.samplers * self.sampler_config.processes
+            found["rate/generate"] = metrics["tokens/generated"] / seconds / ranks
             found |= self._decoding(metrics, seconds)
         installing = metrics.get("time/sync_install", 0.0)
         if installing > 0 and self.sampler is not None:
             # Read from where they were staged, and written.
-            found["usage/install_bandwidth"] = 2 * metrics["sync/bytes"] / installing / self.sampler.bandwidth
+            moved = 2 * metrics["sync/bytes"] / self.sampler_config.processes  # by each rank, about
+            found["usage/install_bandwidth"] = moved / installing / self.sampler.bandwidth
         return found
 
     def _decoding(self, metrics: Mapping[str, float], seconds: float) -> Metrics:
@@ -68,7 +70,9 @@ class Hardware:
         together = max(1, round(own / steps))
         length = round(metrics["response/length_mean"] / 2)  # of what has been written, halfway
         read = steps * decode_bytes(self.model, self.sampler_map, self.sampler_config, together, length)
-        return {"usage/decode_bandwidth": read / seconds / self.sampler.bandwidth}
+        return {
+            "usage/decode_bandwidth": read / seconds / self.sampler_config.processes / self.sampler.bandwidth
+        }
 
 
 def expert_load(counts: torch.Tensor) -> Metrics:

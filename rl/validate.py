@@ -16,6 +16,7 @@ from learner.layout import Layout
 from rl.config import Config
 from rl.config.model import SpecConfig
 from rl.errors import ConfigError
+from sampler.model_check import rank_problems
 
 
 def resolve_specs(config: SpecConfig) -> tuple[ExecutionSpec, ExecutionSpec]:
@@ -114,8 +115,26 @@ def start_problems(config: Config, model: Architecture) -> Iterator[str]:
             f" responses in algorithm.updates_per_iteration={algorithm.updates_per_iteration} updates, each of which"
             " needs one for every replica"
         )
-    if (ranks := config.sampler.tensor_parallel) != 1:
-        yield f"sampler.tensor_parallel={ranks}: must be 1, an engine has one process"
+    yield from _sampler_rank_problems(config)
+
+
+def _sampler_rank_problems(config: Config) -> Iterator[str]:
+    """Where a sampler is to have several processes."""
+    ranks = config.sampler.tensor_parallel
+    if ranks == 1:
+        return
+    if config.cluster.ray_address != "local":
+        yield (
+            f"cluster.ray_address={config.cluster.ray_address}: must be local with sampler.tensor_parallel={ranks}"
+            " processes of a sampler, which find each other on this machine alone"
+        )
+    if config.sync.transport == "cuda_ipc":
+        yield (
+            f"sync.transport=cuda_ipc: sampler.tensor_parallel={ranks} processes are on as many GPUs, and it needs all"
+            " engines on one"
+        )
+    for problem in rank_problems([resolve_specs(config.spec)[1]], config.sampler):
+        yield f"sampler.tensor_parallel={ranks}: {problem}"
 
 
 def model_problems(config: Config, model: Architecture) -> Iterator[str]:

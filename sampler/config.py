@@ -24,7 +24,9 @@ class SamplerConfig:
         "cpu"  # cpu or cuda, for which the installed vLLM must be built; cuda is the first GPU it sees
     )
     dtype: str = "float32"  # of weights and activations outside the experts
-    tensor_parallel: int = 1  # ranks of one engine
+    # Processes of one engine, each with a GPU of its own (or on the CPU): they share out attention heads, vocabulary
+    # and whole experts.
+    tensor_parallel: int = 1
     max_model_len: int = 1024  # tokens of prompt and response together
     max_num_seqs: int = 128  # sequences that are decoded together
     max_num_batched_tokens: int = 4096  # tokens of one forward pass
@@ -72,6 +74,11 @@ class SamplerConfig:
         )
         check("threads", lambda v: v >= 0, "must not be negative")
         check("seed", lambda v: 0 <= v < 2**32, "must lie in [0, 2**32)")
+
+    @property
+    def processes(self) -> int:
+        """Of one engine."""
+        return self.tensor_parallel
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from kernels.guard import check_guards
+from kernels.guard import NonFiniteGuard, check_guards
 from kernels.precision_map import PrecisionMap
 from kernels.report import EngineReport, names
 from sampler.config import SamplerConfig, SamplingConfig
 from sampler.graphs import eagerly
 from sampler.launch import start_vllm
 from sampler.model_check import check_model
+from sampler.ranks import Ranks
 
 if TYPE_CHECKING:
     from vllm import RequestOutput
@@ -58,7 +59,10 @@ class Sampler:
     Meant to have a process of its own: vLLM seeds the global generators, patches parts of torch, and the end
     of one engine takes the process groups from any other.
 
-    weights: what a weight sync replaces.
+    With `tensor_parallel` above 1 this is one of the processes of an engine: all make the same calls and get the same
+    results.
+
+    weights: what a weight sync replaces, here.
 
     Raises ValueError when the folder, the map and the configuration do not fit each other, or the checkpoint
     is incomplete.
@@ -77,6 +81,7 @@ class Sampler:
         self._frees = config.device == "cuda"  # vLLM's CPU build has no sleep
         self._sleeping = False
         self._llm = start_vllm(Path(model_dir), precision_map, config)
+        self._ranks = Ranks.of_engine(config.tensor_parallel)
         [self._model] = self._llm.apply_model(lambda model: model)
         self._vocab_size = self._llm.model_config.get_vocab_size()
         self._experts: dict[int, ExpertMethod] = {}
@@ -245,6 +250,8 @@ class Sampler:
             raise ValueError(
                 "SamplerConfig.cuda_graph_sizes must be empty: another spec needs steps that are launched"
             )
+        if self._ranks.count > 1:
+            raise ValueError("SamplerConfig.tensor_parallel must be 1: masters are those of all experts")
         if (precision_map.model is None) == self._strict:
             raise ValueError("an engine stays strict, or not strict, as it was started")
         for part in strict_parts(self._model):
@@ -300,9 +307,12 @@ class Sampler:
         for guard in guards:
             guard.clear()  # of what the engine ran for itself
         try:
-            return self._llm.generate(requests, params, use_tqdm=False)
-        finally:
-            check_guards(guards)
+            outputs = self._llm.generate(requests, params, use_tqdm=False)
+        except Exception:
+            check_guards(guards)  # which may say why
+            raise
+        self._ranks.agree(_found_by(guards), [_written(output) for output in outputs])
+        return outputs
 
     def _seeded(self, seed: int) -> dict[str, Any]:
         """How a request is told its seed: under a strict spec for `sampler.strict.sampling`, not for vLLM."""
@@ -358,6 +368,21 @@ class Sampler:
         logp = [*prompt.logprobs[length - 1 :], following[0][sequence[-1]].logprob]
         _check_finite(logp)
         return logp
+
+
+def _found_by(guards: Sequence[NonFiniteGuard]) -> ValueError | None:
+    try:
+        check_guards(guards)
+    except ValueError as error:
+        return error
+    return None
+
+
+def _written(output: RequestOutput) -> tuple[Any, ...]:
+    """Tokens and log-probabilities of a request."""
+    [response] = output.outputs
+    prompt = output.prompt_logprobs
+    return tuple(response.token_ids), response.logprobs.logprobs, prompt.logprobs if prompt else None
 
 
 def _check_finite(logp: Sequence[float]) -> None:

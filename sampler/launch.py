@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,12 +26,17 @@ _STRICT_ON_A_GPU = {"attention_config": {"backend": "TRITON_ATTN"}}
 
 
 def start_vllm(model_dir: Path, precision_map: PrecisionMap | None, config: SamplerConfig) -> LLM:
-    """An engine in this process. Raises ValueError when the vLLM that is installed is for another device."""
+    """An engine in this process, or this process's part of one. Raises ValueError when the vLLM that is installed is
+    for another device, and without the variables by which the processes of one engine meet.
+    """
     gpu = config.device == "cuda"
     strict = precision_map is not None and precision_map.model is not None
     with vllm_environment(config):
         from vllm import LLM
         from vllm.platforms import current_platform
+
+        if config.tensor_parallel > 1 and not gpu:
+            _speak_by_sockets()
 
         if current_platform.device_type != config.device:
             found = current_platform.device_type or "no device that it finds here"
@@ -53,10 +59,44 @@ def start_vllm(model_dir: Path, precision_map: PrecisionMap | None, config: Samp
             logprobs_mode="processed_logprobs",
             seed=config.seed,
             **graph_settings(config.cuda_graph_sizes),
+            **_rank_settings(config),
             **(ON_A_GPU if gpu else {}),
             **(_STRICT_ON_A_GPU if gpu and strict else {}),
             **_expert_settings(config, precision_map),
         )
+
+
+def _speak_by_sockets() -> None:
+    """Of processes on CPUs. vLLM has them share memory that it names after the way in which they meet: with torchrun's
+    variables that is the same for all engines of a machine, and for what one that was killed has left behind.
+    """
+    from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+
+    CpuCommunicator._all_group_ranks_share_shm_group_name = lambda _: (
+        False
+    )  # which has it take torch.distributed
+
+
+def _rank_settings(config: SamplerConfig) -> dict[str, Any]:
+    """Each process has a scheduler of its own, which does the same with the same requests, and runs one rank."""
+    ranks = config.tensor_parallel
+    if ranks == 1:
+        return {}
+    missing = [
+        name for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ
+    ]
+    if missing or os.environ.get("WORLD_SIZE") != str(ranks):
+        raise ValueError(
+            f"SamplerConfig.tensor_parallel={ranks} needs as many processes, with torchrun's variables: WORLD_SIZE is"
+            f" {os.environ.get('WORLD_SIZE')}, not set are {', '.join(missing) or 'none'}"
+        )
+    return {
+        "tensor_parallel_size": ranks,
+        "enable_expert_parallel": True,  # experts stay whole: an FC2 input is scaled over all of its row
+        "distributed_executor_backend": "external_launcher",
+        "disable_custom_all_reduce": True,  # its buffers are mapped between processes: not tried with sleep
+        "async_scheduling": False,  # all schedulers see a step end before the next
+    }
 
 
 def _expert_settings(config: SamplerConfig, precision_map: PrecisionMap | None) -> dict[str, Any]:

@@ -12,14 +12,17 @@ from typing import Any
 import torch
 from torch import nn
 
+from kernels.shard import Shard
+
 _MATRICES = ("w1", "w2", "w3")  # vLLM's names of an expert's gate, down and up matrix
 
 
 class IncomingExperts:
     """The loader of a layer's parameters, in the place of vLLM's own, `load`.
 
-    parameters: of shapes [E, ...]. complete: called once, when every matrix of every expert has come; what it does not
-    copy is lost then. Between the first one and that, the parameters hold memory; before and after, a shape only.
+    parameters: of shapes [E, ...]. own: which of the checkpoint's experts these are; None: all of them. Others are
+    passed by. complete: called once, when every matrix of every expert has come; what it does not copy is lost then.
+    Between the first one and that, the parameters hold memory; before and after, a shape only.
     """
 
     def __init__(
@@ -28,13 +31,15 @@ class IncomingExperts:
         parameters: Mapping[str, nn.Parameter],
         load: Callable[..., Any],
         complete: Callable[[Mapping[str, torch.Tensor]], None],
+        own: Shard | None = None,
     ) -> None:
         self._layer, self._parameters = layer, parameters
+        experts = len(next(iter(parameters.values())))
+        own = own or Shard(0, 0, experts, experts)
+        self._own, self._all = range(own.start, own.start + own.length), range(own.size)
         self._load: Callable[..., Any] | None = load
         self._complete: Callable[[Mapping[str, torch.Tensor]], None] | None = complete
-        self._missing = {
-            (expert, name) for expert in range(len(next(iter(parameters.values())))) for name in _MATRICES
-        }
+        self._missing = {(expert, name) for expert in self._own for name in _MATRICES}
         self._holds = False
 
     def __call__(
@@ -47,6 +52,8 @@ class IncomingExperts:
         return_success: bool = False,
     ) -> Any:
         """As vLLM's. Raises ValueError for a matrix that came before."""
+        if expert_id in self._all and expert_id not in self._own:
+            return False if return_success else None
         if (expert_id, shard_id) not in self._missing:
             raise ValueError(
                 f"{self._layer}: {shard_id} of expert {expert_id} came twice, or is one too many"

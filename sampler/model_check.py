@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ from sampler.config import SamplerConfig
 
 if TYPE_CHECKING:
     from kernels.precision_map import PrecisionMap
+    from kernels.spec import ExecutionSpec
 
 ARCHITECTURES = ("Qwen3MoeForCausalLM", "MixtralForCausalLM")
 STOCK = "Qwen3MoeForCausalLM"  # what a stock engine was seen to reload rightly
@@ -28,10 +30,6 @@ def check_model(model_dir: Path, precision_map: PrecisionMap | None, config: Sam
     """Raises ValueError, naming value and rule, when the engine could not run this. precision_map: None for a dense
     model.
     """
-    if config.tensor_parallel != 1:
-        raise ValueError(
-            f"SamplerConfig.tensor_parallel={config.tensor_parallel} must be 1: the engine has one process"
-        )
     if not (model_dir / "config.json").is_file():
         raise ValueError(f"{model_dir} is not a model folder: it holds no config.json")
     model = json.loads((model_dir / "config.json").read_text())
@@ -52,6 +50,8 @@ def check_model(model_dir: Path, precision_map: PrecisionMap | None, config: Sam
         raise ValueError(
             f"{model_dir} has layers without experts, the sampler runs models with experts in all"
         )
+    if config.tensor_parallel > 1:
+        _check_ranks(model, precision_map, config)
     if config.expert_layout == "tiles":
         _check_tiles(model, model_dir, precision_map)
     if config.max_model_len > model["max_position_embeddings"]:
@@ -82,6 +82,42 @@ def check_model(model_dir: Path, precision_map: PrecisionMap | None, config: Sam
         )
 
 
+def _check_ranks(model: dict[str, Any], precision_map: PrecisionMap | None, config: SamplerConfig) -> None:
+    """What an engine of several processes cannot do, or cannot share out evenly."""
+    said = f"SamplerConfig.tensor_parallel={config.tensor_parallel}"
+    if precision_map is None:
+        raise ValueError(f"{said} must be 1 for a dense model")
+    for problem in rank_problems(precision_map.layers, config):
+        raise ValueError(f"{said}: {problem}")
+    for what, value in (
+        ("attention heads", model["num_attention_heads"]),
+        ("key-value heads", model["num_key_value_heads"]),
+        ("entries of the vocabulary", model["vocab_size"]),
+        ("experts", model.get("num_experts") or model["num_local_experts"]),
+    ):
+        if value % config.tensor_parallel:
+            raise ValueError(f"{said} does not divide the model's {value} {what}")
+
+
+def rank_problems(specs: Iterable[ExecutionSpec], config: SamplerConfig) -> Iterator[str]:
+    """What an engine of several processes cannot do, whatever the model. specs: of its layers."""
+    if config.stock:
+        yield "a stock engine has one process: its experts would be cut, or added up, in an order of its own"
+    if config.cuda_graph_sizes:
+        yield (
+            f"cuda_graph_sizes={config.cuda_graph_sizes} must be empty: what the processes send each other was not"
+            " captured in a graph yet"
+        )
+    if any(spec.strict for spec in specs):
+        yield "a strict spec fixes the order of every sum, and processes that share out attention add up in another"
+    for name in sorted({spec.name for spec in specs if _scaled_over_all(spec)}):
+        yield f"under {name} one scale is over all rows of a layer, of which each process has those of its experts"
+
+
+def _scaled_over_all(spec: ExecutionSpec) -> bool:
+    return spec.activation is not None and spec.activation.outer_domain == "tensor"
+
+
 def _check_tiles(model: dict[str, Any], model_dir: Path, precision_map: PrecisionMap | None) -> None:
     from kernels.experts import can_stand_in_tiles
 
@@ -103,6 +139,5 @@ def _cache_bytes(model: dict[str, Any], config: SamplerConfig) -> int:
     """Of one sequence of the greatest length, and of the block that vLLM keeps for itself."""
     tokens = (math.ceil(config.max_model_len / BLOCK_SIZE) + 1) * BLOCK_SIZE
     itemsize = {"float32": 4, "bfloat16": 2}[config.dtype]
-    return (
-        2 * tokens * model["num_hidden_layers"] * model["num_key_value_heads"] * _head_dim(model) * itemsize
-    )
+    heads = model["num_key_value_heads"] // config.tensor_parallel
+    return 2 * tokens * model["num_hidden_layers"] * heads * _head_dim(model) * itemsize

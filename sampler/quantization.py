@@ -21,6 +21,7 @@ from kernels.experts import ExpertWeights, StoredLayout
 from kernels.guard import NonFiniteGuard
 from kernels.precision_map import PrecisionMap
 from kernels.spec import ExecutionSpec
+from sampler.expert_parallel import shared_experts
 from sampler.graphs import token_places
 from sampler.loading import IncomingExperts, shape_only
 
@@ -84,10 +85,11 @@ class MiniteConfig(QuantizationConfig):
 class ExpertMethod(FusedMoEMethodBase):
     """The experts of layer number `index`, computed under `spec` by the back end for their device.
 
-    The layer's parameters are the tensors of `weights`, the same storage. stored_layout: device -> their order. guard:
-    to be checked before anything that `apply` computed is used. chosen: integer [T, k], the experts of the last
-    `apply`, by descending coefficient. tap: sees every `apply`, and may replace its output; for a diagnosis. A step
-    that is replayed as a CUDA graph does not call `apply`.
+    shared: this rank's experts, where several ranks share them out; `weights` holds those alone. The layer's parameters
+    are the tensors of `weights`, the same storage. stored_layout: device -> their order. guard: to be checked before
+    anything that `apply` computed is used. chosen: integer [T, k], the experts of the last `apply`, by descending
+    coefficient. tap: sees every `apply`, and may replace its output; for a diagnosis. A step that is replayed as a CUDA
+    graph does not call `apply`.
     """
 
     def __init__(
@@ -98,15 +100,19 @@ class ExpertMethod(FusedMoEMethodBase):
         stored_layout: Callable[[torch.device], StoredLayout],
     ) -> None:
         super().__init__(moe)
+        parallel = moe.moe_parallel_config
+        self.shared = shared_experts(moe.num_experts, parallel.ep_rank, parallel.ep_size)
+        moe.skip_final_all_reduce = True  # `apply` gives the whole layer's output on every rank
         self.spec = spec
         self.stored_layout = stored_layout
-        self.guard = NonFiniteGuard(index, moe.num_experts)
+        first = self.shared.own.start if self.shared else 0
+        self.guard = NonFiniteGuard(index, moe.num_local_experts, first)
         self.weights: ExpertWeights | None = None  # once the checkpoint is loaded
         self.calls = 0  # of apply
         self.chosen = torch.empty(0, moe.experts_per_token, dtype=torch.int64)
         self.tap: Tap | None = None
         self._prepared: Any = None
-        self._backend: tuple[ExecutionSpec, backends.ExpertKernels] | None = None
+        self._backend: tuple[ExecutionSpec, ExecutionSpec, backends.ExpertKernels] | None = None
 
     def create_weights(
         self,
@@ -128,7 +134,9 @@ class ExpertMethod(FusedMoEMethodBase):
             for name, shape in shapes.items()
         }
         load = extra_weight_attrs.pop("weight_loader")
-        self._incoming = IncomingExperts(layer.layer_name, made, load, partial(self._take, layer.layer_name))
+        take = partial(self._take, layer.layer_name)
+        own = self.shared.own if self.shared else None
+        self._incoming = IncomingExperts(layer.layer_name, made, load, take, own)
         for name, weight in made.items():
             layer.register_parameter(name, weight)
             set_weight_attrs(weight, {**extra_weight_attrs, "weight_loader": self._incoming})
@@ -174,7 +182,8 @@ class ExpertMethod(FusedMoEMethodBase):
             torch.inference_mode(False),
             torch.no_grad(),
         ):  # what is made in that mode cannot be written later
-            return self._kernels().prepare(self.weights, self.spec, compact=True)
+            computed, kernels = self._kernels()
+            return kernels.prepare(self.weights, computed, compact=True)
 
     def apply(
         self,
@@ -187,7 +196,7 @@ class ExpertMethod(FusedMoEMethodBase):
     ) -> torch.Tensor:
         """x [T, H], float32 [T, k], integer [T, k] -> [T, H] in x.dtype."""
         self.calls += 1
-        kernels = self._kernels()
+        _, kernels = self._kernels()
         places = token_places(len(x)) if x.is_cuda else None
         ids, coefficients = kernels.sort_slots(topk_ids, topk_weights, places)
         self.chosen = ids
@@ -197,8 +206,14 @@ class ExpertMethod(FusedMoEMethodBase):
 
     def compute(self, x: torch.Tensor, ids: torch.Tensor, coefficients: torch.Tensor) -> torch.Tensor:
         """As `apply`, of slots that are sorted already."""
-        output = self._kernels().forward(x, ids, coefficients, self.prepared(), self.spec, self.guard)
-        return output.to(x.dtype)
+        computed, kernels = self._kernels()
+
+        def own(rows: torch.Tensor, own_ids: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+            return kernels.forward(rows, own_ids, factors, self.prepared(), computed, self.guard)
+
+        if self.shared is None:
+            return own(x, ids, coefficients).to(x.dtype)
+        return self.shared.layer(x, ids, coefficients, own, kernels, self.spec).to(x.dtype)
 
     def hold(self, w13: torch.Tensor, w2: torch.Tensor, spec: ExecutionSpec) -> None:
         """Compute from here on under `spec`, with these master weights ([E, 2F, H] and [E, H, F])."""
@@ -223,15 +238,17 @@ class ExpertMethod(FusedMoEMethodBase):
     @property
     def backend(self) -> str:
         """The name of what computes `apply`, once the weights are loaded."""
-        return self._kernels().name
+        return self._kernels()[1].name
 
-    def _kernels(self) -> backends.ExpertKernels:
+    def _kernels(self) -> tuple[ExecutionSpec, backends.ExpertKernels]:
+        """What the experts here compute under, and by: the layer under `spec`, or their slots of it."""
         # Kept: `choose` hashes the spec, which takes longer than a small launch.
         if self._backend is None or self._backend[0] is not self.spec:
             assert self.weights is not None, "the checkpoint is not loaded"
             device = next(iter(self.weights.tensors().values())).device
-            self._backend = self.spec, backends.choose(self.spec, device)
-        return self._backend[1]
+            computed = self.spec if self.shared is None else self.shared.spec(self.spec)
+            self._backend = self.spec, computed, backends.choose(computed, device)
+        return self._backend[1:]
 
     def get_fused_moe_quant_config(self, layer: RoutedExperts) -> None:
         return None

@@ -20,6 +20,7 @@ from torch import nn
 from kernels.catalogue import named_spec
 from kernels.experts import StoredLayout, split_wire_name, wire_name
 from kernels.precision_map import PrecisionMap
+from kernels.shard import NO_SHARDS
 from kernels.spec import ExecutionSpec
 
 _EXPERT = re.compile(r"(model\.layers\.(\d+)\.\w+)\.experts\.(\d+)\.(\w+)\.weight")
@@ -46,6 +47,7 @@ class StockWeights:
         self.version = 0
         self.closed: str | None = None
         self.layout = StoredLayout.ROWS
+        self.shards = NO_SHARDS
         self._worker = worker
         self._names: dict[tuple[int, int, str], str] = {}  # layer, expert, matrix -> name on disk
         self._copy = self._read(model_dir, dtype)

@@ -14,7 +14,7 @@ from rich.console import Console
 from kernels.precision_map import PrecisionMap
 from kernels.report import EngineReport
 from rl.actors import SamplerActor
-from rl.cluster import Remote, local_cluster, start_actor
+from rl.cluster import Remote, local_cluster
 from rl.compose import to_yaml
 from rl.evaluation.candidate import Candidate, open_candidate
 from rl.evaluation.config import EvaluateConfig
@@ -31,6 +31,7 @@ from rl.evaluation.runner import pool_for, run_exam
 from rl.evaluation.samples import SampleFile
 from rl.evaluation.summary import Bootstrap, summarise
 from rl.evaluation.view import progress, results_table
+from rl.group import Group, start_group, wait_until_ready
 from rl.records.logger import RunLogger
 from rl.records.provenance import record_engines, record_launch
 from rl.run_folder import RunFolder, RunFolderError, write_atomically
@@ -175,7 +176,7 @@ class _Engine:
     ):
         self._plan, self._spec, self._folder, self._console = plan, spec, folder, console
         self._reports = reports
-        self._remote: Remote | None = None
+        self._remote: Remote | Group | None = None
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
@@ -200,14 +201,15 @@ class _Engine:
             self._remote = self._start()
         return self._remote.generate(prompts, seeds, sampling)
 
-    def _start(self) -> Remote:
+    def _start(self) -> Remote | Group:
         plan = self._plan
         self._console.print(f"starting vLLM under {self._spec}")
         self._stack.enter_context(local_cluster(plan.config.object_store_mib))
-        log = self._folder.path / f"sampler.{self._spec}.log"
         arguments = (plan.candidate.model, plan.maps[self._spec], plan.engine)
-        remote = start_actor(SamplerActor, "sampler", plan.engine.threads, log, *arguments)
-        remote.ready()
+        remote = start_group(
+            SamplerActor, f"sampler.{self._spec}", plan.engine, self._folder.path, *arguments
+        )
+        wait_until_ready([remote])
         return remote
 
     def _expected(self) -> EngineReport:

@@ -108,14 +108,14 @@ def backward_bytes(model: Architecture, config: LearnerConfig, layout: Layout, b
 
 
 def forward_bytes(model: Architecture, config: SamplerConfig) -> int:
-    """Of a sampler's largest forward pass: one layer's intermediates, or the FP32 logits of all sequences with their
-    log-softmax and a copy.
+    """Of a sampler's largest forward pass, on one rank: one layer's intermediates, or the FP32 logits of all sequences
+    with their log-softmax and a copy. Ranks that share experts out hold each slot's input and output as well.
     """
     e, tokens, tensor = _SIZE[config.dtype], config.max_num_batched_tokens, config.tensor_parallel
     slots = tokens * model.experts_per_token
-    experts = 2 * slots * (3 * model.expert_ffn + 2 * model.hidden)
+    experts = 2 * slots * (3 * model.expert_ffn + (2 if tensor == 1 else 4) * model.hidden)
     attention = e * tokens * (2 * model.heads + 2 * model.kv_heads) * model.head_dim // tensor
-    logits = 3 * 4 * config.max_num_seqs * model.vocab // tensor
+    logits = 3 * 4 * config.max_num_seqs * model.vocab
     return 4 * e * tokens * model.hidden + max(experts, attention, logits)
 
 

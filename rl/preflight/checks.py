@@ -65,6 +65,7 @@ def sampler_problems(config: Config, model: Architecture) -> Iterator[str]:
     sampler, tensor = config.sampler, config.sampler.tensor_parallel
     for what, value in (
         ("attention heads", model.heads),
+        ("key-value heads", model.kv_heads),
         ("entries of the vocabulary", model.vocab),
         ("experts", model.experts),
     ):

@@ -12,14 +12,14 @@ from typing import Any
 import torch
 
 from rl.sync.protocol import Chunk
-from rl.sync.transport import Parcel
+from rl.sync.transport import Parcel, Receiving
 
 
 class IpcOutlet:
     def __init__(self) -> None:
         self._lent: list[torch.Tensor] = []
 
-    def address(self, receivers: Sequence[int]) -> None:
+    def address(self, receivers: Sequence[Receiving]) -> None:
         pass
 
     def ship(self, chunk: Chunk) -> Parcel:

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from rl.sync.protocol import Chunk
-from rl.sync.transport import Parcel
+from rl.sync.transport import Parcel, Receiving
 
 _CLOSED = "closed"  # a key of the store: the sender will send nothing more
 _ASK_S = 0.5
@@ -77,9 +77,11 @@ def _leave(group: Any, transfers: Any, device: torch.device) -> None:
 
 
 class GroupOutlet:
-    """members: numbers of the samplers in the group, in the order of their ranks 1, 2, ..."""
+    """members: the receivers in the group, in the order of their ranks 1, 2, ..."""
 
-    def __init__(self, members: Sequence[int], host: str, timeout_s: float, device: torch.device) -> None:
+    def __init__(
+        self, members: Sequence[Receiving], host: str, timeout_s: float, device: torch.device
+    ) -> None:
         self._members = list(members)
         self._host, self._timeout_s, self._device = host, timeout_s, device
         self._store, self.port = host_store(host, len(self._members) + 1, timeout_s)
@@ -91,7 +93,7 @@ class GroupOutlet:
         size = len(self._members) + 1
         self._group = join(self._store, self._host, 0, size, self._timeout_s, self._device)
 
-    def address(self, receivers: Sequence[int]) -> None:
+    def address(self, receivers: Sequence[Receiving]) -> None:
         self._targets = [1 + self._members.index(receiver) for receiver in receivers]
 
     def ship(self, chunk: Chunk) -> Parcel:

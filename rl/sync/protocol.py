@@ -20,6 +20,9 @@ Chunks come in order. A refused message changes nothing, and its error says what
 
 Digests cover, under their names on the wire, all tensors held, and the tensors that the receiver derives from them
 (decoded weights, decode scales), which the sender derives from its own.
+
+A sampler of several processes is as many receivers. Whole tensors are announced and travel; a receiver keeps its part
+of them (`kernels.shard`), of which the sender, who knows the parts, has digests too.
 """
 
 from __future__ import annotations
@@ -34,6 +37,7 @@ import torch
 
 from kernels.digest import byte_view, fast_digests
 from kernels.experts import StoredLayout
+from kernels.shard import NO_SHARDS, Shards
 
 ALIGNMENT = 16  # bytes; every piece of a payload starts at a multiple of it
 
@@ -86,7 +90,8 @@ Digests = Mapping[str, int]
 class Held:
     """What a receiver is known to hold: version, and `root_digest` of what it attested to.
 
-    root: None where nothing was attested (weights that it loaded by itself) or the receiver is torn.
+    root: of the whole content, of which a receiver may hold a part. None where nothing was attested (weights that it
+    loaded by itself) or the receiver is torn.
     """
 
     version: int
@@ -217,8 +222,13 @@ def listed(items: Iterable[str], separator: str = "; ", shown: int = 10) -> str:
     return separator.join(items[:shown]) + rest
 
 
-def manifest_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, TensorSpec]:
-    return {name: TensorSpec.of(tensor) for name, tensor in tensors.items()}
+def manifest_of(tensors: Mapping[str, torch.Tensor], shards: Shards = NO_SHARDS) -> dict[str, TensorSpec]:
+    """Of the whole tensors, of which `tensors` are the parts that `shards` say."""
+    manifest = {}
+    for name, tensor in tensors.items():
+        own, shard = TensorSpec.of(tensor), shards.get(name)
+        manifest[name] = own if shard is None else replace(own, shape=shard.whole(own.shape))
+    return manifest
 
 
 def manifest_problems(offered: Manifest, expected: Manifest) -> list[str]:

@@ -12,8 +12,9 @@ import torch
 from kernels.digest import fast_digests
 from kernels.experts import StoredLayout
 from kernels.precision_map import PrecisionMap
+from kernels.shard import Shards
 from rl.sync.codecs import CODECS
-from rl.sync.codecs.base import Codec
+from rl.sync.codecs.base import Codec, own_part
 from rl.sync.protocol import (
     Announcement,
     Chunk,
@@ -36,11 +37,12 @@ class Holder(Protocol):
 
     precision_map: PrecisionMap
     layout: StoredLayout  # of its experts' 4-bit weights: how they must come
+    shards: Shards  # of the tensors on the wire, and of derived ones, that it holds in part
     version: int
     closed: str | None  # why nothing may be generated; None: it may
 
     def tensors(self) -> Mapping[str, torch.Tensor]:
-        """The live tensors by their names on the wire, contiguous; the same memory at every call."""
+        """The live tensors, or parts of them, by their names on the wire, contiguous; the same memory at every call."""
         ...
 
     def refresh(self) -> Mapping[str, torch.Tensor]:
@@ -79,7 +81,7 @@ class Receiver:
         self._root: str | None = None
         self._update: _Update | None = None
         self._awakes_to: tuple[State, str | None] = (State.IDLE, None)
-        self._manifest = manifest_of(holder.tensors())
+        self._manifest = manifest_of(holder.tensors(), holder.shards)
 
     def held(self) -> Held:
         return Held(self.holder.version, self._root if self.state is State.IDLE else None)
@@ -174,7 +176,11 @@ class Receiver:
             update.codec.check(piece, content, update.travels[piece.name])
             if piece.encoding != "whole" and update.said.base is None:
                 raise RefusedError(f"{piece.name} comes as {piece.encoding} to a sync without a base")
-        update.staged |= {piece.name: (piece, content) for piece, content in pieces}
+        shards = self.holder.shards
+        update.staged |= {
+            piece.name: (piece, own_part(piece, content, update.travels[piece.name], shards.get(piece.name)))
+            for piece, content in pieces
+        }
         update.next_chunk += 1
 
     def end(self, session: str) -> Installed:
@@ -192,10 +198,10 @@ class Receiver:
             self._tear(f"installing weights version {update.said.version} failed: {error}")
             raise
 
-    def commit(self, session: str) -> None:
-        """The sender has found the digests right: serve."""
+    def commit(self, session: str, content: str | None = None) -> None:
+        """The sender has found the digests right: serve. content: what `Held.root` then is, where a part is held."""
         update = self._require(State.INSTALLED, session, "commit")
-        self._root = root_digest(update.digests)
+        self._root = content or root_digest(update.digests)
         self.holder.version = update.said.version
         self._update, self.state, self.holder.closed = None, State.IDLE, None
 
@@ -218,7 +224,7 @@ class Receiver:
         live = self.holder.tensors()
         device = next(iter(live.values())).device if live else torch.device("cpu")
         started = time.perf_counter()
-        update.codec.install(update.staged, live, self.holder.precision_map.layers)
+        update.codec.install(update.staged, live, self.holder.precision_map.layers, self.holder.shards)
         derived = self.holder.refresh()
         _settle(device)
         installed = time.perf_counter()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -14,6 +14,7 @@ import torch
 from kernels.digest import fast_digest
 from kernels.experts import StoredLayout, split_wire_name
 from kernels.precision_map import PrecisionMap
+from kernels.shard import NO_SHARDS, Shards
 from rl.sync.codecs import CODECS
 from rl.sync.codecs.base import WHOLE, Codec
 from rl.sync.codecs.delta import changed_bytes
@@ -29,6 +30,7 @@ from rl.sync.protocol import (
 )
 
 Named = Iterator[tuple[str, torch.Tensor]]
+_Hashed = tuple[str, int | None]  # a tensor, and the process whose part of it; None: the whole
 
 
 class Source(Protocol):
@@ -55,16 +57,27 @@ def exported(source: Source, precision_map: PrecisionMap, layout: StoredLayout, 
 class Sent:
     """What the sender says when it is done.
 
-    digests: of what a receiver must hold. nbytes: of payloads. changed: bytes that differ from the content before, of
-    `total` (a delta alone knows that). seconds: of the phases `gather`, `quantise` and `attest`.
+    digests: of the whole content. parts: for each process of a sampler, of its part of those tensors that it does not
+    hold whole. nbytes: of payloads. changed: bytes that differ from the content before, of `total` (a delta alone knows
+    that). seconds: of the phases `gather`, `quantise` and `attest`.
     """
 
     version: int
     digests: dict[str, int]
+    parts: Sequence[Mapping[str, int]]
     nbytes: int
     changed: int
     total: int
     seconds: dict[str, float]
+
+    def held_by(self, rank: int) -> dict[str, int]:
+        """Digests of what process `rank` of a sampler must hold."""
+        return {**self.digests, **self.parts[rank]}
+
+    @property
+    def content(self) -> str:
+        """As in `Held.root`."""
+        return root_digest(self.digests)
 
 
 @dataclass
@@ -74,6 +87,7 @@ class _Kept:
     version: int
     tensors: dict[str, torch.Tensor]
     digests: dict[str, int]
+    parts: Sequence[Mapping[str, int]]
 
     @property
     def root(self) -> str:
@@ -89,7 +103,7 @@ class _Export:
     base: Mapping[str, torch.Tensor]
     from_kept: bool
     next_chunk: int = 0
-    scalars: dict[str, torch.Tensor] = field(default_factory=dict)  # digests that are not read yet
+    scalars: dict[_Hashed, torch.Tensor] = field(default_factory=dict)  # digests that are not read yet
     digests: dict[str, int] = field(default_factory=dict)
     nbytes: int = 0
     changed: int = 0
@@ -99,7 +113,8 @@ class _Export:
 class Sender:
     """One sync at a time: `open`, `chunk` as often as announced, `close` or `abort`.
 
-    layout: of 4-bit weights, as the receivers hold them. keep: whether to hold a copy of what was sent last, as large
+    layout: of 4-bit weights, as the receivers hold them. parts: for each process of a sampler, what it holds in part;
+    samplers share out alike. keep: whether to hold a copy of what was sent last, as large
     as what a sampler holds. A delta, and a sampler that is to be brought to a version that the source has left since,
     need it.
     """
@@ -110,8 +125,10 @@ class Sender:
         precision_map: PrecisionMap,
         keep: bool,
         layout: StoredLayout = StoredLayout.ROWS,
+        parts: Sequence[Shards] = (NO_SHARDS,),
     ) -> None:
         self._source, self._map, self._keep, self._layout = source, precision_map, keep, layout
+        self._parts = parts
         self._kept: _Kept | None = None
         self._keeping: dict[str, torch.Tensor] = {}  # valid while `_kept` is not, and the other way round
         self._export: _Export | None = None
@@ -180,8 +197,7 @@ class Sender:
             assert name == expected, f"the source exports {name} where its layout has {expected}"
             piece, content = export.codec.encode(name, tensor, export.base.get(name))
             if not export.from_kept and not export.codec.operands:
-                if piece.encoding != WHOLE:  # else the chunk has it
-                    export.scalars[name] = fast_digest(tensor)
+                self._hash(export, name, tensor, whole=piece.encoding != WHOLE)  # which else the chunk has
                 self._remember(name, tensor)
                 export.changed += changed_bytes(piece, tensor)
             export.nbytes += piece.nbytes
@@ -201,15 +217,15 @@ class Sender:
         if export.codec.operands:
             for name, tensor in self._source.export(self._map, self._layout):
                 with _timed(export.seconds, "attest"):
-                    export.scalars[name] = fast_digest(tensor)
+                    self._hash(export, name, tensor)
                 self._remember(name, tensor)
         with _timed(export.seconds, "attest"):
-            digests = self._digests(export)
+            digests, parts = self._digests(export)
         if not export.from_kept and self._keep:
-            self._kept, self._keeping = _Kept(said.version, self._keeping, digests), {}
+            self._kept, self._keeping = _Kept(said.version, self._keeping, digests, parts), {}
         total = sum(spec.nbytes for spec in said.manifest.values())
         self._export = None
-        return Sent(said.version, digests, export.nbytes, export.changed, total, dict(export.seconds))
+        return Sent(said.version, digests, parts, export.nbytes, export.changed, total, dict(export.seconds))
 
     def abort(self) -> None:
         """Forget the sync. If the source was being sent, what its receivers hold is not known any more."""
@@ -235,16 +251,25 @@ class Sender:
         )
         self._export = _Export(said, codec, cut, stream, kept if base is not None else {}, from_kept)
 
-    def _digests(self, export: _Export) -> dict[str, int]:
+    def _hash(self, export: _Export, name: str, tensor: torch.Tensor, whole: bool = True) -> None:
+        if whole:
+            export.scalars[name, None] = fast_digest(tensor)
+        for rank, shards in enumerate(self._parts):
+            if name in shards:
+                export.scalars[name, rank] = fast_digest(shards[name].of(tensor))
+
+    def _digests(self, export: _Export) -> tuple[dict[str, int], list[dict[str, int]]]:
+        """Of the whole content, and of the parts of each process of a sampler."""
         if export.from_kept:
             assert self._kept is not None
-            return self._kept.digests
+            return self._kept.digests, [dict(own) for own in self._kept.parts]
         for name, tensor in self._source.export_derived(self._map, self._layout):
-            export.scalars[name] = fast_digest(tensor)
-        if not export.scalars:
-            return export.digests
-        numbers = torch.stack(list(export.scalars.values())).tolist()
-        return export.digests | dict(zip(export.scalars, (number % 2**64 for number in numbers), strict=True))
+            self._hash(export, name, tensor)
+        digests, parts = dict(export.digests), [dict[str, int]() for _ in self._parts]
+        numbers = torch.stack(list(export.scalars.values())).tolist() if export.scalars else []
+        for (name, rank), number in zip(export.scalars, numbers, strict=True):
+            (digests if rank is None else parts[rank])[name] = number % 2**64
+        return digests, parts
 
     def _remember(self, name: str, tensor: torch.Tensor) -> None:
         if not self._keep:

@@ -14,6 +14,8 @@ import torch
 
 from rl.sync.protocol import Chunk, ChunkHeader
 
+Receiving = tuple[int, int]  # a sampler, and one of its processes: the numbers of both
+
 
 @dataclass(frozen=True, eq=False)
 class Parcel:
@@ -26,8 +28,8 @@ class Parcel:
 class Outlet(Protocol):
     """The sender's end."""
 
-    def address(self, receivers: Sequence[int]) -> None:
-        """To whom the next parcels go: numbers of samplers."""
+    def address(self, receivers: Sequence[Receiving]) -> None:
+        """To whom the next parcels go."""
         ...
 
     def ship(self, chunk: Chunk) -> Parcel:
@@ -54,7 +56,7 @@ class Inlet(Protocol):
 class RayOutlet:
     """Through the object store, by way of the CPU: works between any two processes."""
 
-    def address(self, receivers: Sequence[int]) -> None:
+    def address(self, receivers: Sequence[Receiving]) -> None:
         pass
 
     def ship(self, chunk: Chunk) -> Parcel:

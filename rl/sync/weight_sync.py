@@ -13,16 +13,17 @@ from kernels.precision_map import PrecisionMap
 from kernels.report import EngineReport
 from rl.cluster import ActorDied, Remote, as_done, wait
 from rl.config.cluster import SyncConfig
-from rl.group import Group
+from rl.group import Group, members_of
 from rl.sync.protocol import Announcement, attest
 from rl.sync.receiver import Installed
 from rl.sync.sender import Sent
+from rl.sync.transport import Receiving
 
 log = logging.getLogger(__name__)
 
 
 class SamplerLost(Exception):
-    """A sampler's process ended during a sync; `index` says whose."""
+    """A process of a sampler ended during a sync; `index` says whose."""
 
     def __init__(self, index: int, why: str) -> None:
         super().__init__(f"sampler {index} died: {why}")
@@ -32,28 +33,34 @@ class SamplerLost(Exception):
 class WeightSync:
     """Brings every sampler to the learner's weights.
 
-    learner, samplers: the actors (`rl.actors`). precision_map: what the samplers hold. Raises ValueError for samplers
-    that hold 4-bit weights in different layouts.
+    learner, samplers: the actors (`rl.actors`). Every process of a sampler is a receiver, and the death of one is that
+    of the sampler. precision_map: what the samplers hold. Raises ValueError for samplers that hold 4-bit weights in
+    different layouts, or share tensors out differently.
     """
 
     def __init__(
         self,
         learner: Remote | Group,
-        samplers: Sequence[Remote],
+        samplers: Sequence[Remote | Group],
         precision_map: PrecisionMap,
         config: SyncConfig,
     ) -> None:
         self.learner = learner
         self.precision_map = precision_map
         self.config = config
-        self._samplers: dict[int, Remote] = dict(enumerate(samplers))
+        self._samplers = {index: members_of(sampler) for index, sampler in enumerate(samplers)}
         self._lost: list[int] = []
-        self._linked: list[int] | None = None  # who is in the transport's group
+        self._linked: list[Receiving] | None = None  # who is in the transport's group
         layouts = self._all(list(self._samplers), "expert_layout")
         if len(set(layouts.values())) > 1:
-            held = ", ".join(f"sampler {index}: {layout}" for index, layout in layouts.items())
+            held = ", ".join(f"sampler {index}: {layout}" for (index, _), layout in layouts.items())
             raise ValueError(f"samplers must hold experts in one layout, got {held}")
-        learner.open_sender(precision_map, next(iter(layouts.values())), config.keep, config.transport)
+        shards = self._all(list(self._samplers), "shards")
+        parts = [dict(shards[0, rank]) for rank in range(len(self._samplers[0]))]
+        if any(dict(own) != parts[rank] for (_, rank), own in shards.items()):
+            raise ValueError("samplers must share tensors out over their processes alike")
+        layout = next(iter(layouts.values()))
+        learner.open_sender(precision_map, layout, config.keep, config.transport, parts)
 
     def report(self) -> EngineReport:
         layers = len(self.precision_map.layers)
@@ -82,12 +89,12 @@ class WeightSync:
         """The samplers that died and were not replaced, by their numbers."""
         return list(self._lost)
 
-    def rejoin(self, index: int, sampler: Remote) -> None:
+    def rejoin(self, index: int, sampler: Remote | Group) -> None:
         """Take `sampler` in place number `index`, and bring it to the version that was sent last, not a later one.
 
         Raises ProtocolError when nothing was sent, or no copy of it kept; else as `sync` does.
         """
-        self._samplers[index] = sampler
+        self._samplers[index] = members_of(sampler)
         if index in self._lost:
             self._lost.remove(index)
         self._linked = None
@@ -103,7 +110,8 @@ class WeightSync:
         held = self._all(list(self._samplers), "held")
         base = self.learner.kept_root() if self.config.codec == "delta" else None
         # Those who hold what the changes are changes of; the others get the same content whole, from the copy.
-        at_base = [index for index in self._samplers if base is not None and held[index].root == base]
+        astray = {index for (index, _), own in held.items() if own.root != base}
+        at_base = [index for index in self._samplers if base is not None and index not in astray]
         first = at_base or list(self._samplers)
         behind = [index for index in self._samplers if index not in first]
         session = _session(version)
@@ -131,34 +139,34 @@ class WeightSync:
     def _run(self, said: Announcement, indices: list[int]) -> dict[str, Any]:
         """One session of the protocol with these samplers."""
         try:
-            self.learner.address(indices)
+            self.learner.address(self._receivers(indices))
             self._all(indices, "begin", said)
             started = time.perf_counter()
             self._chunks(said, indices)
             sending = time.perf_counter() - started
             ends = self._start(indices, "end", said.session)
             sent: Sent = self.learner.close_sync()
-            installed: dict[int, Installed] = self._wait(ends)
+            installed: dict[Receiving, Installed] = self._wait(ends)
             self.learner.release()
-            for index, found in installed.items():
-                attest(sent.digests, found.digests, f"sampler {index}", said.version)
+            for (index, rank), found in installed.items():
+                attest(sent.held_by(rank), found.digests, self._name(index, rank), said.version)
         except BaseException:
             self._abort(indices)
             self._linked = None  # what was under way in the group, if there is one, may still come
             raise
-        self._commit(said.session, indices)
+        self._commit(said.session, sent.content, indices)
         return _metrics(said, sent, list(installed.values()), sending)
 
-    def _commit(self, session: str, indices: list[int]) -> None:
+    def _commit(self, session: str, content: str, indices: list[int]) -> None:
         """Nothing can be refused any more: who dies here is replaced, and concerns nobody else."""
-        calls = self._start(indices, "commit", session)
+        calls = self._start(indices, "commit", session, content)
         while calls:
             try:
                 self._wait(calls)
                 return
             except SamplerLost as lost:
                 self._forget(lost)
-                del calls[lost.index]
+                calls = {receiver: call for receiver, call in calls.items() if receiver[0] != lost.index}
 
     def _chunks(self, said: Announcement, indices: list[int]) -> None:
         """The learner makes a chunk while the samplers take the one before."""
@@ -170,36 +178,50 @@ class WeightSync:
 
     def _link(self) -> None:
         """A process group of the learner and all samplers, unless there is one."""
-        members = list(self._samplers)
+        members = self._receivers(list(self._samplers))
         if self.config.transport != "process_group" or self._linked == members:
             return
-        self._all(members, "held")  # all are free: the timeout need not cover what they were at
+        self._all(list(self._samplers), "held")  # all are free: the timeout need not cover what they were at
         host, timeout = self.config.host, self.config.timeout_s
         port = self.learner.open_link(members, host, timeout)
         joined = {
-            index: sampler.later.join_link(host, port, rank, len(members) + 1, timeout)
-            for rank, (index, sampler) in enumerate(self._samplers.items(), start=1)
+            receiver: self._later(receiver).join_link(host, port, place, len(members) + 1, timeout)
+            for place, receiver in enumerate(members, start=1)
         }
         met = self.learner.later.join_link()
         self._wait(joined)
         wait(met)
         self._linked = members
 
-    def _all(self, indices: list[int], method: str, *args: Any) -> dict[int, Any]:
+    def _receivers(self, indices: list[int]) -> list[Receiving]:
+        return [(index, rank) for index in indices for rank in range(len(self._samplers[index]))]
+
+    def _later(self, receiver: Receiving) -> Any:
+        index, rank = receiver
+        return self._samplers[index][rank].later
+
+    def _name(self, index: int, rank: int) -> str:
+        return f"sampler {index}" + (f", rank {rank}," if len(self._samplers[index]) > 1 else "")
+
+    def _all(self, indices: list[int], method: str, *args: Any) -> dict[Receiving, Any]:
         return self._wait(self._start(indices, method, *args))
 
-    def _start(self, indices: list[int], method: str, *args: Any) -> dict[int, Any]:
-        return {index: getattr(self._samplers[index].later, method)(*args) for index in indices}
+    def _start(self, indices: list[int], method: str, *args: Any) -> dict[Receiving, Any]:
+        """Of all processes of these samplers."""
+        return {
+            receiver: getattr(self._later(receiver), method)(*args) for receiver in self._receivers(indices)
+        }
 
-    def _wait(self, calls: dict[int, Any]) -> dict[int, Any]:
+    def _wait(self, calls: dict[Receiving, Any]) -> dict[Receiving, Any]:
         """The results; all calls are over. A death comes before an error: it may be the cause of the others' errors."""
-        results: dict[int, Any] = {}
+        results: dict[Receiving, Any] = {}
         errors: list[Exception] = []
-        for index, call in as_done(calls):
+        for receiver, call in as_done(calls):
             try:
-                results[index] = wait(call)
+                results[receiver] = wait(call)
             except ActorDied as died:
-                errors.insert(0, SamplerLost(index, str(died)) if self._is_gone(index) else died)
+                gone = self._is_gone(receiver)
+                errors.insert(0, SamplerLost(receiver[0], str(died)) if gone else died)
                 self._sever()
             except Exception as error:
                 errors.append(error)
@@ -215,10 +237,10 @@ class WeightSync:
         with suppress(ActorDied):  # then its end is closed already
             self.learner.sever()
 
-    def _is_gone(self, index: int) -> bool:
-        """Whether it is this sampler that died, and not the learner, whose parcel it was to take."""
+    def _is_gone(self, receiver: Receiving) -> bool:
+        """Whether it is this process that died, and not the learner, whose parcel it was to take."""
         try:
-            wait(self._samplers[index].later.held())
+            wait(self._later(receiver).held())
         except ActorDied:
             return True
         return False
@@ -226,7 +248,7 @@ class WeightSync:
     def _abort(self, indices: list[int]) -> None:
         """Release everybody who is still there; what ended the sync is what the caller hears of."""
         calls = [self.learner.later.abort_sync()]
-        calls += [self._samplers[index].later.abort() for index in indices]
+        calls += [self._later(receiver).abort() for receiver in self._receivers(indices)]
         for call in calls:
             try:
                 wait(call)

@@ -18,6 +18,7 @@ from kernels.digest import byte_view
 from kernels.experts import ExpertWeights, StoredLayout, derived_name, wire_name
 from kernels.precision_map import PrecisionMap
 from kernels.reference import prepare
+from kernels.shard import NO_SHARDS, Shards
 from learner.policy import Policy
 from rl.compose import load_config
 from rl.models import initial_model, model_architecture
@@ -37,6 +38,7 @@ class Held:
     def __init__(self, policy: Policy, precision_map: PrecisionMap) -> None:
         self.precision_map, self.layout, self.version = precision_map, StoredLayout.ROWS, 0
         self.closed: str | None = None
+        self.shards: Shards = NO_SHARDS
         layout = policy.export_layout(precision_map)
         self._live = {name: torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in layout.items()}
 

@@ -34,6 +34,7 @@ from kernels.experts import (
 )
 from kernels.precision_map import PrecisionMap
 from kernels.quantize import QuantizedTensor, decode_scale, quantize_weight
+from kernels.shard import NO_SHARDS, Shards
 from kernels.spec import ExecutionSpec
 from rl.sync.protocol import attest
 from rl.sync.receiver import Receiver
@@ -117,6 +118,7 @@ class Sampler:
     ) -> None:
         self.precision_map, self.layout, self.version = precision_map, layout, 0
         self.closed: str | None = None
+        self.shards: Shards = NO_SHARDS
         self._live = {
             name: torch.zeros(shape, dtype=dtype, device=device)
             for name, (shape, dtype) in entries(geometry, precision_map, layout).items()

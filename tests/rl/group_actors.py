@@ -7,6 +7,7 @@ import torch
 from kernels.experts import ExpertWeights, StoredLayout, derived_name, wire_name
 from kernels.precision_map import PrecisionMap
 from kernels.reference import prepare
+from kernels.shard import NO_SHARDS, Shards
 from rl.actors import LearnerActor, SamplerActor
 from rl.sync.receiver import Receiver
 from rl.sync.transport import RayInlet
@@ -25,6 +26,7 @@ class Holder:
     def __init__(self, layout: Layout, precision_map: PrecisionMap) -> None:
         self.precision_map, self.layout, self.version = precision_map, StoredLayout.ROWS, 0
         self.closed: str | None = None
+        self.shards: Shards = NO_SHARDS
         self.live = {name: torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in layout.items()}
 
     def tensors(self) -> dict[str, torch.Tensor]:

@@ -8,6 +8,7 @@ from typing import ClassVar, Protocol
 import torch
 
 from kernels.digest import byte_view
+from kernels.shard import NO_SHARDS, Shard, Shards
 from kernels.spec import ExecutionSpec
 from rl.sync.protocol import Manifest, Piece, RefusedError, TensorSpec
 
@@ -36,9 +37,15 @@ class Codec(Protocol):
         ...
 
     def install(
-        self, staged: Staged, live: Mapping[str, torch.Tensor], specs: Sequence[ExecutionSpec]
+        self,
+        staged: Staged,
+        live: Mapping[str, torch.Tensor],
+        specs: Sequence[ExecutionSpec],
+        shards: Shards = NO_SHARDS,
     ) -> None:
-        """Write everything that came, checked before, into the live tensors, in place."""
+        """Write everything that came, checked before, into the live tensors, in place. staged: of whole tensors the
+        `own_part` alone. shards: which part of the tensors `live` are.
+        """
         ...
 
 
@@ -51,6 +58,16 @@ def check_whole(piece: Piece, spec: TensorSpec) -> None:
         raise RefusedError(f"{piece.name} has the unknown encoding {piece.encoding!r}")
     if piece.nbytes != spec.nbytes:
         raise RefusedError(f"{piece.name} came with {piece.nbytes} bytes, {spec} has {spec.nbytes}")
+
+
+def own_part(piece: Piece, content: torch.Tensor, spec: TensorSpec, shard: Shard | None) -> torch.Tensor:
+    """uint8 [bytes], what a holder of `shard` stages of `content`: of a whole tensor like `spec` that part, copied, so
+    that the rest can go; of another encoding all.
+    """
+    if shard is None or piece.encoding != WHOLE:
+        return content
+    whole_tensor = content.view(getattr(torch, spec.dtype)).view(spec.shape)
+    return byte_view(shard.of(whole_tensor).clone(memory_format=torch.contiguous_format))
 
 
 def write_whole(content: torch.Tensor, live: torch.Tensor) -> None:

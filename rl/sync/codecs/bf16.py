@@ -12,6 +12,7 @@ from typing import ClassVar
 import torch
 
 from kernels.experts import ExpertWeights, StoredLayout, operand_layout, split_wire_name, wire_name
+from kernels.shard import NO_SHARDS, Shards
 from kernels.spec import ExecutionSpec
 from rl.sync.codecs.base import Encoded, Staged, check_whole, whole, write_whole
 from rl.sync.protocol import Manifest, Piece, TensorSpec
@@ -42,7 +43,11 @@ class Bf16:
         check_whole(piece, spec)
 
     def install(
-        self, staged: Staged, live: Mapping[str, torch.Tensor], specs: Sequence[ExecutionSpec]
+        self,
+        staged: Staged,
+        live: Mapping[str, torch.Tensor],
+        specs: Sequence[ExecutionSpec],
+        shards: Shards = NO_SHARDS,
     ) -> None:
         wire = self.travels({name: TensorSpec.of(tensor) for name, tensor in live.items()}, specs)
         layers: dict[int, dict[str, torch.Tensor]] = {}

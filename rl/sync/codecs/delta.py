@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from math import prod
 from typing import ClassVar
 
 import torch
 
 from kernels.digest import byte_view
+from kernels.shard import NO_SHARDS, Shard, Shards
 from kernels.spec import ExecutionSpec
 from rl.sync import gaps
 from rl.sync.codecs.base import WHOLE, Encoded, Staged, check_whole, live_bytes, whole, write_whole
@@ -59,16 +61,37 @@ class Delta:
             check_whole(piece, spec)
 
     def install(
-        self, staged: Staged, live: Mapping[str, torch.Tensor], specs: Sequence[ExecutionSpec]
+        self,
+        staged: Staged,
+        live: Mapping[str, torch.Tensor],
+        specs: Sequence[ExecutionSpec],
+        shards: Shards = NO_SHARDS,
     ) -> None:
         for name, (piece, content) in staged.items():
             match = _GAPS.fullmatch(piece.encoding)
             if match is not None:
-                target = live_bytes(live[name])
-                positions, values = gaps.decode(content, int(match[1]), int(match[2]), target.numel())
+                target, shard = live_bytes(live[name]), shards.get(name)
+                shape = live[name].shape if shard is None else shard.whole(tuple(live[name].shape))
+                size = live[name].element_size() * prod(shape)
+                positions, values = gaps.decode(content, int(match[1]), int(match[2]), size)
+                if shard is not None:
+                    positions, values = _own_changes(positions, values, live[name], shard)
                 target[positions] = values
             elif piece.encoding == WHOLE:
                 write_whole(content, live[name])
+
+
+def _own_changes(
+    positions: torch.Tensor, values: torch.Tensor, live: torch.Tensor, shard: Shard
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Changes of a whole tensor's bytes -> those of its part `live`, counted there. An index of dimension `shard.dim`
+    is a run of bytes.
+    """
+    run = live.element_size() * prod(live.shape[shard.dim + 1 :])
+    outer, within = positions // (shard.size * run), positions % (shard.size * run) - shard.start * run
+    width = shard.length * run
+    inside = (within >= 0) & (within < width)
+    return (outer * width + within)[inside], values[inside]
 
 
 def changed_bytes(piece: Piece, tensor: torch.Tensor) -> int:

@@ -7,6 +7,7 @@ from typing import ClassVar
 
 import torch
 
+from kernels.shard import NO_SHARDS, Shards
 from kernels.spec import ExecutionSpec
 from rl.sync.codecs.base import Encoded, Staged, check_whole, whole, write_whole
 from rl.sync.protocol import Manifest, Piece, TensorSpec
@@ -26,7 +27,11 @@ class Packed:
         check_whole(piece, spec)
 
     def install(
-        self, staged: Staged, live: Mapping[str, torch.Tensor], specs: Sequence[ExecutionSpec]
+        self,
+        staged: Staged,
+        live: Mapping[str, torch.Tensor],
+        specs: Sequence[ExecutionSpec],
+        shards: Shards = NO_SHARDS,
     ) -> None:
         for name, (_, content) in staged.items():
             write_whole(content, live[name])

@@ -228,7 +228,7 @@ def test_a_sampler_that_missed_a_version_gets_whole_tensors_and_the_others_chang
     world = World()
     world.sync.sync(1)
     world.samplers[1] = Local(sampler_actor(88))  # replaced without anybody being told
-    world.sync._samplers[1] = world.samplers[1]
+    world.sync._samplers[1] = [world.samplers[1]]
     world.learner.step()
     metrics = world.sync.sync(2)
     assert "sync/changed_share" in metrics
@@ -240,7 +240,8 @@ def test_a_sampler_that_dies_while_it_catches_up_is_left_out(stage: str) -> None
     """The others hold the version by then: it is not sent to them again, which they would refuse."""
     world = World(3)
     world.sync.sync(1)
-    world.samplers[1] = world.sync._samplers[1] = Local(sampler_actor(88), dies_in=stage)
+    world.samplers[1] = Local(sampler_actor(88), dies_in=stage)
+    world.sync._samplers[1] = [world.samplers[1]]
     world.learner.step()
     world.sync.sync(2)
     assert world.all_hold(2, 0, 2)

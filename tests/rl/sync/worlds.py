@@ -10,6 +10,7 @@ from kernels.catalogue import named_spec
 from kernels.experts import ExpertWeights, StoredLayout, derived_name, expert_layout, wire_name
 from kernels.precision_map import PrecisionMap
 from kernels.reference import prepare
+from kernels.shard import NO_SHARDS, Shards
 from rl.sync.protocol import Chunk, attest
 from rl.sync.receiver import Receiver
 from rl.sync.sender import Sender, Sent
@@ -86,6 +87,7 @@ class Model:
     def __init__(self, seed: int = 99, layout: StoredLayout = StoredLayout.ROWS) -> None:
         self.version, self.layout = 0, layout
         self.closed: str | None = None
+        self.shards: Shards = NO_SHARDS
         start = Learner(seed, layout)
         self._live = {name: tensor.clone() for name, tensor in start.export(MAP, layout)}
         self.derived = self.refresh()
