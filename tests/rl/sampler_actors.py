@@ -1,0 +1,73 @@
+"""A sampler's processes that can be looked into, spoiled and killed; and an actor's methods without a process."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from rl.actors import SamplerActor, collective
+
+
+class OpenSampler(SamplerActor):
+    @collective
+    def expert_layer(
+        self, layer: int, x: torch.Tensor, ids: torch.Tensor, coefficients: torch.Tensor
+    ) -> torch.Tensor:
+        """Of slots in any order."""
+        method = self.sampler.experts[layer]
+        return method.apply(None, x, coefficients, ids, None, None)  # type: ignore[arg-type]
+
+    @collective
+    def score(self, sequences: list[list[int]], prompt_lengths: list[int]) -> list[list[float]]:
+        return self.sampler.score(sequences, prompt_lengths)
+
+    def content(self) -> dict[str, torch.Tensor]:
+        """Everything held here, derived tensors too."""
+        return {**self.sampler.weights.tensors(), **self.sampler.weights.refresh()}
+
+    def spoil(self, name: str) -> None:
+        """From now on one byte of `name` is another as soon as it has been installed."""
+        holder = self.receiver.holder
+        right = holder.refresh
+
+        def refresh() -> Any:
+            holder.tensors()[name].view(torch.uint8).flatten()[-1] ^= 1
+            return right()
+
+        self.mend = lambda: setattr(holder, "refresh", right)
+        holder.refresh = refresh  # type: ignore[method-assign]
+
+    def repair(self) -> None:
+        self.mend()
+
+    def poison(self, layer: int, expert: int) -> None:
+        """An own expert, by its number here, gives NaN from now on, until weights come."""
+        self.sampler.experts[layer].weights.stored["w13.outer_scales"][expert] = float("nan")  # type: ignore[union-attr]
+        self.sampler.weights.refresh()
+
+    def doom(self, passes: int) -> None:
+        """The process ends after so many forward passes."""
+
+        def passed(*_: Any) -> None:
+            nonlocal passes
+            passes -= 1
+            if passes < 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        self.sampler._model.register_forward_hook(passed)
+
+
+class Here:
+    """`rl.cluster.Remote` of an object in this process."""
+
+    def __init__(self, actor: Any) -> None:
+        self.actor, self.later = actor, actor
+
+    def __getattr__(self, method: str) -> Callable[..., Any]:
+        if method.startswith("_"):
+            raise AttributeError(method)
+        return getattr(self.actor, method)  # type: ignore[no-any-return]
