@@ -21,7 +21,7 @@ class SamplerConfig:
     """
 
     device: str = (
-        "cpu"  # cpu or cuda, for which the installed vLLM must be built; cuda is the first GPU it sees
+        "cpu"  # cpu or cuda, for which the installed vLLM must be built; a process takes the GPU of its rank
     )
     dtype: str = "float32"  # of weights and activations outside the experts
     # Processes of one engine, each with a GPU of its own (or on the CPU): they share out attention heads, vocabulary

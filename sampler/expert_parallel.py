@@ -9,10 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from kernels.backends import ExpertKernels
 from kernels.shard import Shard
@@ -25,10 +23,10 @@ OwnExperts = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True)
 class SharedExperts:
-    """own: this rank's experts among all. group: of the ranks that share them out."""
+    """own: this rank's experts among all. add_up: a tensor of each rank -> their sum, on all of them."""
 
     own: Shard
-    group: Any
+    add_up: Callable[[torch.Tensor], torch.Tensor]
 
     def spec(self, spec: ExecutionSpec) -> ExecutionSpec:
         """Under which the own experts compute, in a layer under `spec`."""
@@ -47,8 +45,7 @@ class SharedExperts:
         coefficients: float32 [T, k]; own_experts: by `kernels`. All ranks must come here with the same.
         """
         slots = self._own_slots(x, ids, coefficients, own_experts, kernels, spec)
-        dist.all_reduce(slots, group=self.group)
-        return kernels.gather(slots, ids, coefficients, spec)
+        return kernels.gather(self.add_up(slots), ids, coefficients, spec)
 
     def _own_slots(
         self,
@@ -76,6 +73,6 @@ def shared_experts(experts: int, rank: int, ranks: int) -> SharedExperts | None:
     """This rank's share of `experts`; None where one rank has all."""
     if ranks == 1:
         return None
-    from vllm.distributed import get_ep_group
+    from vllm.distributed import tensor_model_parallel_all_reduce
 
-    return SharedExperts(Shard.even(0, experts, rank, ranks), get_ep_group().device_group)
+    return SharedExperts(Shard.even(0, experts, rank, ranks), tensor_model_parallel_all_reduce)

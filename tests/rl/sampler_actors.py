@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from rl.actors import SamplerActor, collective
+from rl.actors import LearnerActor, SamplerActor, collective
 
 
 class OpenSampler(SamplerActor):
@@ -17,17 +17,19 @@ class OpenSampler(SamplerActor):
     def expert_layer(
         self, layer: int, x: torch.Tensor, ids: torch.Tensor, coefficients: torch.Tensor
     ) -> torch.Tensor:
-        """Of slots in any order."""
+        """Of slots in any order; tensors of the host."""
+        x, ids, coefficients = (tensor.to(self.device) for tensor in (x, ids, coefficients))
         method = self.sampler.experts[layer]
-        return method.apply(None, x, coefficients, ids, None, None)  # type: ignore[arg-type]
+        return method.apply(None, x, coefficients, ids, None, None).cpu()  # type: ignore[arg-type]
 
     @collective
     def score(self, sequences: list[list[int]], prompt_lengths: list[int]) -> list[list[float]]:
         return self.sampler.score(sequences, prompt_lengths)
 
     def content(self) -> dict[str, torch.Tensor]:
-        """Everything held here, derived tensors too."""
-        return {**self.sampler.weights.tensors(), **self.sampler.weights.refresh()}
+        """Everything held here, derived tensors too, on the host."""
+        held = {**self.sampler.weights.tensors(), **self.sampler.weights.refresh()}
+        return {name: tensor.cpu() for name, tensor in held.items()}
 
     def spoil(self, name: str) -> None:
         """From now on one byte of `name` is another as soon as it has been installed."""
@@ -59,6 +61,16 @@ class OpenSampler(SamplerActor):
                 os.kill(os.getpid(), signal.SIGKILL)
 
         self.sampler._model.register_forward_hook(passed)
+
+
+class OpenLearner(LearnerActor):
+    @torch.no_grad()
+    def step(self, seed: int) -> None:
+        """Every weight moves."""
+        generator = torch.Generator().manual_seed(seed)
+        for parameter in self.policy.model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator).to(parameter.device)
+            parameter += 1e-2 * parameter.abs() * noise
 
 
 class Here:

@@ -96,7 +96,7 @@ def assert_near(found: list[Any], expected: list[Any]) -> None:
 
 @pytest.mark.parametrize("layer", range(LAYERS))
 def test_an_expert_layer_has_the_bits_of_one_process(world: World, layer: int) -> None:
-    """Under `minite`, and under `bf16` in the last layer. The first token's experts are all rank 0's; 7 has no token."""
+    """Under `minite`, and under `bf16` in the last layer. The first token's experts are rank 0's; 7 has no token."""
     generator = torch.Generator().manual_seed(layer)
     x = torch.randn(23, 64, generator=generator)
     ids = torch.rand(23, 7, generator=generator).argsort(1)[:, :3].int()
