@@ -120,6 +120,11 @@ def make_plan(config: DiagnoseConfig) -> Plan:
         raise ConfigError(
             "sampler.stock=True: the expert layers of a stock engine cannot be observed; set it to false"
         )
+    if config.sampler.processes != 1:
+        raise ConfigError(
+            f"sampler.tensor_parallel={config.sampler.processes}: a diagnosis observes a sampler of one process, set it"
+            " to 1"
+        )
     if config.learner.processes != 1:
         raise ConfigError(
             f"learner: {config.learner.processes} processes; a diagnosis observes a learner of one, set its"

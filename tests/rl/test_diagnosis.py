@@ -249,6 +249,10 @@ WRONG = {
     "a negative bound": (["+recipe=tiny", "gate.k3=-1"], "gate.k3=-1.0"),
     "a learner of two processes": (["+recipe=tiny", "learner.data_parallel=2"], "learner: 2 processes"),
     "a stock engine": (["+recipe=tiny", "sampler.stock=true"], "sampler.stock"),
+    "a sampler of two processes": (
+        ["+recipe=tiny", "sampler.tensor_parallel=2"],
+        "sampler.tensor_parallel=2",
+    ),
     "a strict spec beside others": (["+recipe=tiny", "conditions=[strict]"], "sampled_under=bf16 is not"),
     "a strict spec in transformers": (
         ["+recipe=tiny", "conditions=[strict]", "sampled_under=strict", "engines=[hf,vllm]"],

@@ -26,6 +26,12 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
             ["6", "7"],
         ),
         (COLOCATED, None, list("01234567")),
+        (
+            [*SEPARATE, "cluster.gpus_per_node=5", "run.samplers=2", "sampler.tensor_parallel=2"],
+            None,
+            ["1,2", "3,4"],
+        ),
+        ([*COLOCATED, "run.samplers=4", "sampler.tensor_parallel=2"], None, ["0,1", "2,3", "4,5", "6,7"]),
         ([*COLOCATED, "run.samplers=2"], "GPU-a,GPU-b", ["GPU-a", "GPU-b"]),
     ],
 )

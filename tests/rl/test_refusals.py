@@ -88,6 +88,22 @@ CASES = {
         ["spec=strict", "learner.tensor_parallel=2"],
         "learner.tensor_parallel=2",
     ),
+    "a strict sampler of several processes": (
+        ["spec=strict", "sampler.tensor_parallel=2"],
+        "sampler.tensor_parallel=2: a strict spec fixes the order of every sum",
+    ),
+    "a stock sampler of several processes": (
+        ["sampler.stock=true", "spec.allow_difference=true", "sampler.tensor_parallel=2"],
+        "sampler.tensor_parallel=2: a stock engine has one process",
+    ),
+    "heads of a sampler that cannot be cut": (
+        ["sampler.tensor_parallel=3"],
+        "tensor_parallel=3 does not divide the model's",
+    ),
+    "processes of a sampler in another Ray": (
+        ["cluster.ray_address=auto", "sampler.tensor_parallel=2"],
+        "cluster.ray_address=auto: must be local with sampler.tensor_parallel=2 processes",
+    ),
     "BF16 layers beside strict ones": (["spec=strict", "spec.first_layers_bf16=1"], "for all layers alike"),
     "cut prompts without a strict spec": (["sampler.chunked_prefill=true"], "chunked_prefill=True"),
     "resume from nothing": (["run.resume=/nowhere/run"], "/nowhere/run"),

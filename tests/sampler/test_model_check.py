@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,15 @@ def test_no_folder(tmp_path: Path) -> None:
             {"expert_layout": "tiles"},
             r"expert_layout=tiles: no layer .* multiples of 128, got hidden_size=64 and experts of 48",
         ),
+        ({}, {"tensor_parallel": 3}, r"tensor_parallel=3 does not divide the model's 4 attention heads"),
+        ({}, {"tensor_parallel": 4}, r"tensor_parallel=4 does not divide the model's 2 key-value heads"),
+        ({"vocab_size": 71}, {"tensor_parallel": 2}, r"=2 does not divide the model's 71 entries of the voc"),
+        ({"num_local_experts": 5}, {"tensor_parallel": 2}, r"=2 does not divide the model's 5 experts"),
+        (
+            {},
+            {"tensor_parallel": 2, "device": "cuda", "cuda_graph_sizes": (1,)},
+            r"=2: cuda_graph_sizes=\(1,\)",
+        ),
         ({}, {"kv_cache_gib": 1e-4}, r"kv_cache_gib=0.0001 must be at least 0.000122: .*max_model_len=96"),
     ],
 )
@@ -49,6 +59,38 @@ def test_refused(
     (tmp_path / "config.json").write_text(json.dumps(sound | model))
     with pytest.raises(ValueError, match=message):
         check_model(tmp_path, MAP, tiny_config(**settings))
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [("strict", "a strict spec fixes the order"), ("te_per_tensor", "under te_per_tensor one scale is over")],
+)
+def test_specs_that_several_processes_do_not_compute(
+    spec: str, message: str, model_folder: MakeModel
+) -> None:
+    for precision_map in (PrecisionMap.resolve(LAYERS, named_spec(spec)), MAP):
+        refused = pytest.raises(ValueError, match=message) if precision_map is not MAP else nullcontext()
+        with refused:
+            check_model(model_folder("mixtral"), precision_map, tiny_config(tensor_parallel=2))
+
+
+def test_a_dense_or_stock_engine_has_one_process(model_folder: MakeModel, tmp_path: Path) -> None:
+    dense = {"architectures": ["Qwen3ForCausalLM"], "num_hidden_layers": 2}
+    (tmp_path / "config.json").write_text(json.dumps(dense))
+    with pytest.raises(ValueError, match=r"tensor_parallel=2 must be 1 for a dense model"):
+        check_model(tmp_path, None, tiny_config(tensor_parallel=2))
+    with pytest.raises(ValueError, match=r"tensor_parallel=2: a stock engine has one process"):
+        check_model(model_folder("qwen3_moe"), MAP, tiny_config(tensor_parallel=2, stock=True))
+
+
+def test_processes_that_cannot_meet_are_refused(
+    model_folder: MakeModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(ValueError, match=r"WORLD_SIZE is 3, not set are RANK, LOCAL_RANK, MASTER_ADDR"):
+        Sampler(model_folder("qwen3_moe"), MAP, tiny_config(tensor_parallel=2))
 
 
 def test_the_smallest_cache_is_enough(start_sampler: StartSampler, model_folder: MakeModel) -> None:
