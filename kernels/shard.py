@@ -25,6 +25,10 @@ class Shard:
             raise ValueError(f"{size} cannot be cut into {ranks} equal parts")
         return cls(dim, rank * (size // ranks), size // ranks, size)
 
+    def times(self, each: int) -> Shard:
+        """The same part where every index stands for `each` of them."""
+        return Shard(self.dim, self.start * each, self.length * each, self.size * each)
+
     def of(self, whole: torch.Tensor) -> torch.Tensor:
         """A view of this part. Raises ValueError for a tensor of another size."""
         if whole.dim() <= self.dim or whole.shape[self.dim] != self.size:

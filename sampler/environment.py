@@ -19,7 +19,9 @@ _VARIABLES = {
     "VLLM_HOST_IP": "127.0.0.1",
     "GLOO_SOCKET_IFNAME": "lo",
     "NCCL_SOCKET_IFNAME": "lo",
-    "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",  # sums between processes are NCCL's, which are the same on all of them
+    # Sums between processes are NCCL's, which are the same on all of them.
+    "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
+    "VLLM_ALLREDUCE_USE_FLASHINFER": "0",
     # FlashInfer's sampler is compiled at its first use, and draws other tokens for the same seeds.
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
     # One small function behind log-probabilities is compiled on first use: seconds, and a C++ compiler.

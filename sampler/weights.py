@@ -114,6 +114,8 @@ class LiveWeights:
         for layer, method in self._methods.items():
             if method.shared is not None:
                 own = method.shared.own
-                shards |= {derived_name(layer, part): own for part in method.prepared().derived()}
                 shards |= {wire_name(layer, part): own for part in OPERANDS}
+                for part, tensor in method.prepared().derived().items():
+                    each = len(tensor) // own.length  # experts come first, also where a part is flattened
+                    shards[derived_name(layer, part)] = own.times(each)
         return shards
