@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from rl.actors import LearnerActor, SamplerActor, collective
+from rl.sync.links import open_inlet
 
 
 class OpenSampler(SamplerActor):
@@ -30,6 +31,11 @@ class OpenSampler(SamplerActor):
         """Everything held here, derived tensors too, on the host."""
         held = {**self.sampler.weights.tensors(), **self.sampler.weights.refresh()}
         return {name: tensor.cpu() for name, tensor in held.items()}
+
+    def take_from(self, transport: str) -> None:
+        """Weights come by another transport than before."""
+        self.inlet.close()
+        self.inlet = open_inlet(transport, self.device)
 
     def spoil(self, name: str) -> None:
         """From now on one byte of `name` is another as soon as it has been installed."""
@@ -77,9 +83,19 @@ class Here:
     """`rl.cluster.Remote` of an object in this process."""
 
     def __init__(self, actor: Any) -> None:
-        self.actor, self.later = actor, actor
+        self._actor, self.later = actor, _Later(actor)
 
     def __getattr__(self, method: str) -> Callable[..., Any]:
         if method.startswith("_"):
             raise AttributeError(method)
-        return getattr(self.actor, method)  # type: ignore[no-any-return]
+        return getattr(self._actor, method)  # type: ignore[no-any-return]
+
+
+class _Later:
+    def __init__(self, actor: Any) -> None:
+        self._actor = actor
+
+    def __getattr__(self, method: str) -> Callable[..., Any]:
+        import ray
+
+        return lambda *args: ray.put(getattr(self._actor, method)(*args))

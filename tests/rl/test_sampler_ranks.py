@@ -17,7 +17,7 @@ from rl.actors import LearnerActor
 from rl.cluster import Remote, local_cluster, wait
 from rl.config.cluster import SyncConfig
 from rl.fleet import Fleet
-from rl.group import Group, start_group, wait_until_ready
+from rl.group import Group, members_of, start_group, wait_until_ready
 from rl.sync.protocol import AttestationError
 from rl.sync.weight_sync import WeightSync
 from sampler.config import SamplingConfig
@@ -48,6 +48,8 @@ class World:
     def sync(self, sampler: Remote | Group, **config: Any) -> WeightSync:
         learner = LearnerActor.__new__(LearnerActor)
         learner.policy = self.policy
+        for member in members_of(sampler):
+            member.take_from(config.get("transport", "ray"))
         return WeightSync(Here(learner), [sampler], MAP, SyncConfig(**config))  # type: ignore[arg-type]
 
     @torch.no_grad()
@@ -124,10 +126,13 @@ def test_responses_and_scores_are_those_of_one_process(world: World, sampling: S
     assert_near(scores, world.one.score(sequences, lengths))
 
 
-@pytest.mark.parametrize("codec", ["packed", "delta", "bf16"])
-def test_a_weight_sync_brings_every_rank_its_part(world: World, codec: str) -> None:
+@pytest.mark.parametrize(
+    "codec, transport", [("packed", "ray"), ("delta", "process_group"), ("bf16", "process_group")]
+)
+def test_a_weight_sync_brings_every_rank_its_part(world: World, codec: str, transport: str) -> None:
     version = max(sampler.held().version for sampler in (world.one, world.two))
-    syncs = [world.sync(sampler, codec=codec) for sampler in (world.two, world.one)]
+    settings = {"codec": codec, "transport": transport}
+    syncs = [world.sync(sampler, **settings) for sampler in (world.two, world.one)]
     for step in (1, 2):
         world.step()
         metrics, alone = (sync.sync(version + step) for sync in syncs)
