@@ -301,9 +301,13 @@ class SamplerActor(Actor):
         return self.sampler.report()
 
     def generate(
-        self, prompts: list[list[int]], seeds: list[list[int]], sampling: SamplingConfig
+        self,
+        prompts: list[list[int]],
+        seeds: list[list[int]],
+        sampling: SamplingConfig,
+        limits: list[int] | None = None,
     ) -> list[list[Completion]]:
-        return self.sampler.generate(prompts, seeds, sampling)
+        return self.sampler.generate(prompts, seeds, sampling, limits)
 
     def sleep(self) -> None:
         self.rest.sleep()

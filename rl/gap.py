@@ -2,6 +2,9 @@
 
 For each response token, d = log p(learner) - log p(sampler), of the sampled token; the tokens were drawn from
 the sampler. The importance ratio of a token is exp(d).
+
+Where a batch holds tokens of several weight versions (partial rollouts), the gap is that of the tokens by the newest:
+d of older ones is a change of the policy, too.
 """
 
 from __future__ import annotations
@@ -15,6 +18,8 @@ from kernels.routing import NO_ROUTE
 
 if TYPE_CHECKING:
     from learner.config import ObjectiveConfig
+    from learner.policy import Scores
+    from rl.rollout import Sequences
 
 QUANTILES = {"gap/p50": 0.5, "gap/p90": 0.9, "gap/p99": 0.99, "gap/p999": 0.999}
 LOG_RATIO_BOUND = 20.0  # of d inside exponentials, so that none overflows: exp(20) = 4.9e8
@@ -22,6 +27,45 @@ LOG_RATIO_BOUND = 20.0  # of d inside exponentials, so that none overflows: exp(
 
 class NonFiniteLogp(ArithmeticError):
     """Log-probabilities of response tokens that are infinite or not a number."""
+
+
+def measure_gap(
+    scores: Scores, sequences: Sequences, objective: ObjectiveConfig, version: int
+) -> dict[str, float]:
+    """Of a step: `gap_statistics`, gap/outside_nucleus and, where both sides tell their experts, gap/route_mismatch, of
+    the tokens by the newest weights that wrote any response token of the step.
+
+    gap/versions_behind: how many versions those are behind the learner's `version`: 0, or 1 in a pipeline that is one
+    step off; more only where no token is newer. At 0 the two sides have the same weights. gap/older_abs_mean: mean |d|
+    of the tokens by older weights, where there are any.
+    """
+    newest = int(sequences.versions.max())
+    present = sequences.versions == newest  # response tokens alone
+    metrics = gap_statistics(scores.logp[present], sequences.sampler_logp[present], objective)
+    metrics["gap/versions_behind"] = version - newest
+    metrics["gap/outside_nucleus"] = scores.outside_nucleus[present].double().mean().item()
+    older = sequences.loss_mask & ~present
+    if older.any():
+        learner, sampler = _finite(scores.logp[older], sequences.sampler_logp[older])
+        metrics["gap/older_abs_mean"] = float(np.abs(learner - sampler).mean())
+    if sequences.routes is not None and scores.routes is not None:
+        own = _of_version(sequences, newest) if older.any() else sequences.routes
+        metrics["gap/route_mismatch"] = route_mismatch(scores.routes, own)
+    return metrics
+
+
+def _of_version(sequences: Sequences, version: int) -> torch.Tensor:
+    """`sequences.routes`, where weights `version` computed them; NO_ROUTE elsewhere. What computed a token is what
+    wrote the one behind it; a prompt was computed by what wrote its first response token.
+    """
+    assert sequences.routes is not None
+    wrote_next = sequences.versions.roll(-1, 1)
+    wrote_next[:, -1] = -1
+    rows = torch.arange(len(wrote_next))
+    first = sequences.versions[rows, sequences.loss_mask.int().argmax(1)]
+    before = sequences.loss_mask.cumsum(1) == 0  # in the prompt
+    computed = torch.where(before, first[:, None], wrote_next)
+    return torch.where((computed == version)[..., None, None], sequences.routes, NO_ROUTE)
 
 
 def gap_statistics(

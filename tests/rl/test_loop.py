@@ -20,13 +20,15 @@ from kernels.routing import NO_ROUTE
 from learner.batch import TrainBatch
 from learner.config import CriticConfig, KLConfig, ObjectiveConfig
 from rl.checkpoint import CheckpointStore
+from rl.collect import collect
 from rl.config.algorithm import AdvantageConfig, AlgorithmConfig, GapLimitConfig, ShapingConfig
 from rl.config.scoring import EvaluationConfig
 from rl.gap_limit import GapLimitExceeded, GapWatch
 from rl.groups import TooFewGroups
 from rl.job import Job
-from rl.loop import Progress, collect, iterate, run_iterations
+from rl.loop import Progress, iterate, run_iterations
 from rl.metrics import METRICS
+from rl.partial import Backlog, PartialGroup
 from rl.pipeline import Serial, StaleRollouts
 from rl.records.history import read_history
 from rl.records.logger import RunLogger
@@ -34,6 +36,7 @@ from rl.records.view import RunView
 from rl.rollout import Group, Sequences
 from rl.run_folder import RunFolder
 from sampler.config import SamplingConfig
+from sampler.engine import Completion
 from tests.rl.rollouts import PROMPT, group, rollout
 
 STAGES: Any = lambda name: nullcontext()  # noqa: E731
@@ -98,14 +101,15 @@ class FakeJob:
             hardware=SimpleNamespace(usage=lambda metrics: {}),
         )
 
-    def generate(self, prompts: list[int], samples: int, purpose: str, sampling: SamplingConfig) -> list[int]:
-        algorithm = self.config.algorithm
-        assert samples == algorithm.group_size and sampling == algorithm.rollout_sampling
-        self.routed = sampling.return_routes
-        self.rounds.append(len(prompts))
-        return prompts
+    def write_on(self, groups: list[PartialGroup]) -> list[PartialGroup]:
+        self.routed = self.config.algorithm.rollout_sampling.return_routes
+        self.rounds.append(len(groups))
+        return [
+            PartialGroup(begun.prompt, tuple(rollout(*one).completion for one in self.outcomes[begun.prompt]))
+            for begun in groups
+        ]
 
-    def score(self, prompts: list[int], responses: list[int]) -> list[Group]:
+    def score(self, prompts: list[int], responses: list[tuple[Completion, ...]]) -> list[Group]:
         groups = [
             group(*(rollout(value, length, logp=-1.0 - n) for value, length in self.outcomes[n]), position=n)
             for n in prompts
@@ -152,14 +156,14 @@ def test_dynamic_sampling_judges_raw_outcomes():
     """All right, but of different lengths: the overlong penalty would make this group look mixed."""
     outcomes = [(RIGHT, LONG), MIXED, MIXED, MIXED]
     job = job_of(outcomes, shaping=ShapingConfig(overlong_buffer=4))
-    batch = collect(job, 0, STAGES)
+    batch = collect(job, 0, Backlog(), STAGES)
     assert [g.prompt.position for g in batch.groups] == [1, 2]
     assert batch.metrics["groups/dropped_constant"] == 1
 
 
 def test_a_round_may_draw_more_prompts_than_an_iteration_needs():
     job = job_of([MIXED, SOLVED, SOLVED, SOLVED, MIXED], prompts_per_round=5)
-    batch = collect(job, 0, STAGES)
+    batch = collect(job, 0, Backlog(), STAGES)
     assert job.rounds == [5] and batch.position == 5
     assert batch.metrics["groups/kept"] == 2
 
@@ -167,7 +171,7 @@ def test_a_round_may_draw_more_prompts_than_an_iteration_needs():
 def test_rounds_are_bounded_and_the_error_names_kept_and_needed_groups():
     job = job_of([MIXED] + [SOLVED] * 5)
     with pytest.raises(TooFewGroups, match="1 groups kept, 2 needed, after 3 rounds"):
-        collect(job, 0, STAGES)
+        collect(job, 0, Backlog(), STAGES)
     assert job.rounds == [2, 2, 2]
 
 
@@ -235,7 +239,7 @@ def test_a_run_with_nothing_left_to_learn_ends_with_an_evaluation_and_may_be_res
     job.checkpoints = CheckpointStore(folder.checkpoints, 1)
     job.answer_benchmarks = lambda: {}
     job.record = partial(Job.record, job)
-    job.save = lambda step, state, ahead=None: job.checkpoints.save(step, lambda folder: None, state)
+    job.save = lambda step, state, *_, **__: job.checkpoints.save(step, lambda folder: None, state)
     job.watch = lambda step, metrics, save: None
     progress = Progress()
     with RunLogger(folder) as job.logger, patch("rl.loop.evaluate", lambda job: {"held_out/reward": 1.0}):
@@ -261,7 +265,7 @@ def test_a_gap_beyond_its_bounds_ends_the_run_with_a_checkpoint_and_again_when_i
     job.checkpoints = CheckpointStore(folder.checkpoints, 2)
     job.answer_benchmarks = lambda: {}
     job.record, job.watch = partial(Job.record, job), partial(Job.watch, job)
-    job.save = lambda step, state, ahead=None: job.checkpoints.save(step, lambda folder: None, state)
+    job.save = lambda step, state, *_, **__: job.checkpoints.save(step, lambda folder: None, state)
     progress = Progress()
     for ends_at in (2, 3):
         job.gap_watch = GapWatch(limit, read_history(folder.metrics))

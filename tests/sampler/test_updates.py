@@ -97,7 +97,7 @@ def test_update_there_and_back(
 
     assert update(sampler, new) == expected_digests(new, sampler.precision_map)
     after = respond(sampler)
-    assert {c.version for own in after for c in own} == {version + 1}
+    assert {written_by for own in after for c in own for written_by in c.versions} == {version + 1}
     started = start_sampler(model_folder(family, 1), sampler.precision_map)
     assert respond(started) == with_version(after, 0)
     if spec == "fp32":
@@ -120,7 +120,7 @@ def addresses(sampler: Sampler) -> dict[str, int]:
 
 
 def with_version(responses: list[list[Completion]], version: int) -> list[list[Completion]]:
-    return [[replace(completion, version=version) for completion in own] for own in responses]
+    return [[replace(c, versions=(version,) * len(c.versions)) for c in own] for own in responses]
 
 
 def test_nothing_runs_while_an_update_is_open(sampler_for: MakeSampler, model_folder: MakeModel) -> None:
