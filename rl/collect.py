@@ -13,10 +13,11 @@ from rl.stages import Stages
 def collect(job: Job, position: int, backlog: Backlog, stages: Stages) -> RolloutBatch:
     """Draw prompts from the data cursor until enough groups have mixed outcomes (dynamic sampling, DAPO section 3.2).
 
-    A round writes on what is under way and begins as many groups as a round has beside them. With
-    `algorithm.partial_rollouts` those that it leaves unfinished go on in the next, be that in the same iteration or, by
-    way of the `backlog`, in a later one; so do complete groups beyond the batch. Else a round finishes all that
-    it begins, and groups beyond the batch are dropped: a batch then holds responses of one policy.
+    A round writes on what is under way, and fills itself up with new groups. What it leaves unfinished goes on in the
+    next round, be that of the same iteration or, by way of the `backlog`, of a later one; so do complete groups that
+    the batch has no room for, and an iteration's first round begins as many fewer. Every iteration has a round, so that
+    whatever is under way goes on. Without `algorithm.partial_rollouts` a round finishes all that it begins, and groups
+    beyond the batch are dropped: a batch then holds responses of one policy.
     """
     algorithm = job.config.algorithm
     needed, size = algorithm.prompts_per_iteration, algorithm.group_size
@@ -32,7 +33,8 @@ def collect(job: Job, position: int, backlog: Backlog, stages: Stages) -> Rollou
     under_way, drawn = list(backlog.under_way), list[Group]()
     written = -sum(group.tokens for group in under_way)
     while not (buffer.rounds and buffer.complete):
-        begun = max(0, algorithm.round_size - len(under_way) - len(buffer.surplus))
+        there = len(under_way) + (0 if buffer.rounds else len(backlog.waiting))
+        begun = max(0, algorithm.round_size - there)
         under_way += [begin(job.task.prompts.training(position + n), size) for n in range(begun)]
         position += begun
         with stages("generate"):
