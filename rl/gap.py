@@ -3,8 +3,8 @@
 For each response token, d = log p(learner) - log p(sampler), of the sampled token; the tokens were drawn from
 the sampler. The importance ratio of a token is exp(d).
 
-Where a batch holds tokens of several weight versions (partial rollouts), the gap is that of the tokens by the newest:
-d of older ones is a change of the policy, too.
+Where a batch holds tokens of several weight versions (partial rollouts), the gap is that of the tokens by the weights
+that the samplers had last: d of older ones is a change of the policy, too.
 """
 
 from __future__ import annotations
@@ -30,42 +30,40 @@ class NonFiniteLogp(ArithmeticError):
 
 
 def measure_gap(
-    scores: Scores, sequences: Sequences, objective: ObjectiveConfig, version: int
+    scores: Scores, sequences: Sequences, objective: ObjectiveConfig, version: int, behind: int
 ) -> dict[str, float]:
     """Of a step: `gap_statistics`, gap/outside_nucleus and, where both sides tell their experts, gap/route_mismatch, of
-    the tokens by the newest weights that wrote any response token of the step.
+    the tokens that are at most `behind` versions older than the learner's `version`: 0, or 1 in a pipeline that is one
+    step off, where d is never of the same weights. None of these where no token is so new.
 
-    gap/versions_behind: how many versions those are behind the learner's `version`: 0, or 1 in a pipeline that is one
-    step off; more only where no token is newer. At 0 the two sides have the same weights. gap/older_abs_mean: mean |d|
-    of the tokens by older weights, where there are any.
+    gap/older_abs_mean: mean |d| of the other tokens, where there are any. Raises NonFiniteLogp for any token.
     """
-    newest = int(sequences.versions.max())
-    present = sequences.versions == newest  # response tokens alone
-    metrics = gap_statistics(scores.logp[present], sequences.sampler_logp[present], objective)
-    metrics["gap/versions_behind"] = version - newest
-    metrics["gap/outside_nucleus"] = scores.outside_nucleus[present].double().mean().item()
+    present = sequences.loss_mask & (sequences.versions >= version - behind)
     older = sequences.loss_mask & ~present
+    metrics = {}
     if older.any():
         learner, sampler = _finite(scores.logp[older], sequences.sampler_logp[older])
         metrics["gap/older_abs_mean"] = float(np.abs(learner - sampler).mean())
+    if not present.any():
+        return metrics
+    metrics |= gap_statistics(scores.logp[present], sequences.sampler_logp[present], objective)
+    metrics["gap/outside_nucleus"] = scores.outside_nucleus[present].double().mean().item()
     if sequences.routes is not None and scores.routes is not None:
-        own = _of_version(sequences, newest) if older.any() else sequences.routes
-        metrics["gap/route_mismatch"] = route_mismatch(scores.routes, own)
+        routes = sequences.routes
+        if older.any():
+            routes = torch.where(_computed(present, sequences.loss_mask)[..., None, None], routes, NO_ROUTE)
+        metrics["gap/route_mismatch"] = route_mismatch(scores.routes, routes)
     return metrics
 
 
-def _of_version(sequences: Sequences, version: int) -> torch.Tensor:
-    """`sequences.routes`, where weights `version` computed them; NO_ROUTE elsewhere. What computed a token is what
-    wrote the one behind it; a prompt was computed by what wrote its first response token.
+def _computed(written: torch.Tensor, loss_mask: torch.Tensor) -> torch.Tensor:
+    """Tokens whose experts were chosen by the weights that wrote the tokens `written`; both bool [B, S]. What wrote a
+    token has computed the one before it; what wrote the first of a response has computed the prompt.
     """
-    assert sequences.routes is not None
-    wrote_next = sequences.versions.roll(-1, 1)
-    wrote_next[:, -1] = -1
-    rows = torch.arange(len(wrote_next))
-    first = sequences.versions[rows, sequences.loss_mask.int().argmax(1)]
-    before = sequences.loss_mask.cumsum(1) == 0  # in the prompt
-    computed = torch.where(before, first[:, None], wrote_next)
-    return torch.where((computed == version)[..., None, None], sequences.routes, NO_ROUTE)
+    before = loss_mask.cumsum(1) == 0
+    first = written.gather(1, loss_mask.int().argmax(1, keepdim=True))
+    next_one = torch.cat([written[:, 1:], torch.zeros_like(first)], 1)
+    return torch.where(before, first, next_one)
 
 
 def gap_statistics(

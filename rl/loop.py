@@ -102,7 +102,7 @@ def iterate(job: Job, pipeline: Pipeline, progress: Progress, stages: Stages) ->
     with stages("score"):
         scores, reference_logp, values = score(job, sequences)
     metrics |= job.engines.work(sequences)
-    metrics |= measure_gap(scores, sequences, algorithm.objective, progress.version)
+    metrics |= measure_gap(scores, sequences, algorithm.objective, progress.version, algorithm.behind)
     routes = {"off": None, "r2": scores.routes, "r3": sequences.routes}[algorithm.routing_replay]
     with stages("update"):
         batch, statistics = training_batch(

@@ -106,12 +106,11 @@ _TABLE: dict[str, list[tuple[str, Reducer, str, str]]] = {
         ("gap/k3", ONCE, "nat", "k3 estimate of KL(sampler || learner)"),
         ("gap/ess", ONCE, "share", "effective sample size of the ratios, as a share of the tokens"),
         (
-            "gap/versions_behind",
+            "gap/older_abs_mean",
             ONCE,
-            "versions",
-            "weight versions that the tokens of the gap are behind the learner: the newest of the batch",
+            "nat",
+            "mean absolute gap of tokens that no other row is about: by older weights than the samplers had last",
         ),
-        ("gap/older_abs_mean", ONCE, "nat", "mean absolute gap of the tokens by older weights than those"),
         ("gap/outside_nucleus", ONCE, "share", "tokens that the learner would not draw under top-p"),
         (
             "gap/route_mismatch",

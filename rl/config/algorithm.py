@@ -195,15 +195,19 @@ class AlgorithmConfig:
         return ceil(self.sampling.max_tokens / self.token_budget)
 
     @property
+    def behind(self) -> int:
+        """Weight versions that the samplers are behind the learner that learns from what they write."""
+        return 1 if self.pipeline == "one_step_off" else 0
+
+    @property
     def oldest(self) -> int:
         """Weight versions that a token may be behind the learner at most: every iteration has a round, so that the last
         part of a response is written at most `parts` - 1 iterations after the first; at most `round_size` complete
         groups then wait for a batch; and a pipeline that is one step off adds one.
         """
-        ahead = 1 if self.pipeline == "one_step_off" else 0
         if self.parts == 1:
-            return ahead
-        return self.parts - 1 + ceil(self.round_size / self.prompts_per_iteration) + ahead
+            return self.behind
+        return self.behind + self.parts - 1 + ceil(self.round_size / self.prompts_per_iteration)
 
     def _why_so_old(self) -> str:
         if self.parts == 1:

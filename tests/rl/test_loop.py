@@ -91,15 +91,20 @@ class FakeJob:
         )
         self.outcomes = outcomes
         self.rounds: list[int] = []
+        self.version = 1
         self.engines = SimpleNamespace(
             learner=FakeLearner(0.1),
             reference=FakeLearner(-0.3) if algorithm.needs_reference else None,
             critic=FakeCritic() if algorithm.objective.critic is not None else None,
-            weight_sync=SimpleNamespace(sync=lambda version: {}, rest=lambda: None),
+            weight_sync=SimpleNamespace(sync=self.sync, rest=lambda: None),
             memory=lambda: {"memory/driver": 1.0},
             work=lambda sequences: {"tokens/learner": int(sequences.lengths.sum())},
             hardware=SimpleNamespace(usage=lambda metrics: {}),
         )
+
+    def sync(self, version: int) -> dict[str, float]:
+        self.version = version
+        return {}
 
     def write_on(self, groups: list[PartialGroup]) -> list[PartialGroup]:
         self.routed = self.config.algorithm.rollout_sampling.return_routes
@@ -111,7 +116,13 @@ class FakeJob:
 
     def score(self, prompts: list[int], responses: list[tuple[Completion, ...]]) -> list[Group]:
         groups = [
-            group(*(rollout(value, length, logp=-1.0 - n) for value, length in self.outcomes[n]), position=n)
+            group(
+                *(
+                    rollout(value, length, logp=-1.0 - n, version=self.version)
+                    for value, length in self.outcomes[n]
+                ),
+                position=n,
+            )
             for n in prompts
         ]
         return [with_routes(g) for g in groups] if self.routed else groups
@@ -216,7 +227,7 @@ def test_critic_and_policy_learn_from_the_same_mini_batches():
 
 def test_the_critic_alone_learns_in_its_warm_up_iterations():
     objective = ObjectiveConfig(critic=CriticConfig(warmup_iterations=2))
-    job = job_of([MIXED] * 6, **WITH_CRITIC, objective=objective, max_staleness=2)
+    job = job_of([MIXED] * 6, **WITH_CRITIC, objective=objective)
     progress, learned = Progress(), []
     for _ in range(3):
         progress, metrics = iterate(job, Serial(partial(collect, job)), progress, STAGES)
@@ -257,7 +268,7 @@ def test_a_run_with_nothing_left_to_learn_ends_with_an_evaluation_and_may_be_res
 def test_a_gap_beyond_its_bounds_ends_the_run_with_a_checkpoint_and_again_when_it_is_resumed(tmp_path: Path):
     """The fake learner is 0.1 nats from the sampler, always."""
     limit = GapLimitConfig(p99=0.05, times=2, within=3, action="halt")
-    job = job_of([MIXED] * 20, gap_limit=limit, max_staleness=9)
+    job = job_of([MIXED] * 20, gap_limit=limit)
     folder = RunFolder.create(tmp_path, "gap", "")
     job.config.run = SimpleNamespace(iterations=5, checkpoint_every=5)
     job.config.evaluation = EvaluationConfig(every=10)

@@ -36,14 +36,12 @@ def test_every_token_is_measured_against_the_weights_that_wrote_it(tmp_path: Pat
     iterations = [history[step] for step in range(1, ITERATIONS + 1)]
     for step, metrics in enumerate(iterations, 1):
         assert metrics["policy/log_ratio_abs"] == 0.0
-        assert (metrics["gap/max"] == 0.0) is (metrics["gap/versions_behind"] == 0)
-        assert metrics["version/weights"] == step - metrics["staleness/max"]
-        older = metrics["staleness/older_tokens"]
-        assert (older > 0) is (metrics.get("gap/older_abs_mean", 0.0) > 0)
-        if older and not metrics["gap/versions_behind"]:
-            assert 0 < metrics["staleness/mean"] < metrics["staleness/max"] <= 5
+        assert metrics["version/weights"] == step - metrics["staleness/max"] >= step - 5
+        assert metrics.get("gap/max", 0.0) == 0.0
+        assert metrics.get("gap/older_abs_mean", 0.0) > 0 or metrics["staleness/max"] == 0
     mixed = [metrics for metrics in iterations if metrics["staleness/older_tokens"]]
-    assert mixed and any(metrics["gap/versions_behind"] == 0 for metrics in mixed)
+    assert any("gap/max" in metrics for metrics in mixed)
+    assert all(0 < metrics["staleness/mean"] < metrics["staleness/max"] for metrics in mixed)
     assert max(metrics["partial/continued"] for metrics in iterations) > 10
 
     last = folder / f"checkpoints/step_{ITERATIONS:06d}/backlog"
