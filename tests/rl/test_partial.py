@@ -17,8 +17,10 @@ from hypothesis import strategies as st
 
 from kernels.routing import NO_ROUTE
 from rl.collect import collect
+from rl.compose import load_config
 from rl.config.algorithm import AlgorithmConfig, PartialRolloutsConfig
 from rl.data.prompts import Prompt
+from rl.errors import ConfigError
 from rl.groups import TooFewGroups
 from rl.metrics import METRICS
 from rl.partial import (
@@ -357,6 +359,15 @@ def test_rounds_of_parts_count_as_parts_of_rounds() -> None:
     ]
     with pytest.raises(TooFewGroups, match=r"0 groups kept, 2 needed, after 8 rounds \(4 drawn"):
         collect(writer, 0, NOTHING, STAGES)
+
+
+def test_the_large_recipe_takes_a_budget() -> None:
+    budget = ["+recipe=minite", "algorithm.partial_rollouts.token_budget=4096"]
+    algorithm = load_config([*budget, "algorithm.max_staleness=7"]).algorithm
+    assert (algorithm.parts, algorithm.oldest) == (5, 7)
+    assert load_config(["+recipe=minite"]).algorithm.parts == 1
+    with pytest.raises(ConfigError, match=r"algorithm\.max_staleness=1: at least 7"):
+        load_config(budget)
 
 
 @pytest.mark.parametrize(
