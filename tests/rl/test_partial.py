@@ -180,23 +180,25 @@ def test_no_response_is_lost_doubled_or_older_than_allowed(
 
 def test_every_iteration_goes_on_with_all_that_is_under_way() -> None:
     """Six groups at once and two an iteration: more complete than are learned from, and nobody waits for a round."""
-    writer = Writer(algorithm_of(3, needed=2, prompts_per_round=6, dynamic_sampling=False), stops=99)
+    writer = Writer(algorithm_of(3, needed=2, prompts_per_round=8, dynamic_sampling=False), stops=7)
     under_way: dict[tuple[int, int], int] = {}
-    position, backlog, waited = 0, NOTHING, 0
+    position, backlog, enough = 0, NOTHING, 0
     for _ in range(8):
+        enough += len(backlog.waiting) >= 2 and backlog.unfinished > 0
+        before = len(writer.rounds)
         batch = collect(writer, position, backlog, STAGES)
+        assert len(writer.rounds) > before
         for own in writer.rounds[-1]:
             for k, c in enumerate(own.completions):
                 assert len(c.token_ids) > under_way.get((own.prompt.position, k), 0)
         assert batch.metrics["partial/continued"] == backlog.unfinished
         backlog, position = batch.backlog, batch.position
-        waited = max(waited, len(backlog.waiting))
         under_way = {
             (own.prompt.position, k): len(own.completions[k].token_ids)
             for own in backlog.under_way
             for k in own.unfinished
         }
-    assert waited > 2
+    assert enough > 1
 
 
 @pytest.mark.parametrize("budget", [None, 8, 50])
@@ -298,6 +300,7 @@ class Pipelines:
                 save_backlog(place / "backlog", pipeline.backlog)
             ahead = load_rollouts(place / "rollouts", prompt_at)
             backlog = load_backlog(place / "backlog", prompt_at)
+        assert backlog == found[-1].backlog != NOTHING  # for a run that is made longer
         return found
 
 
