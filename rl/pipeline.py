@@ -1,9 +1,11 @@
 """When responses are sampled: before each update, or for the next update while the learner works on this one.
 
 One step off (Noukhovitch et al. 2024, arXiv 2410.18252): the batch of iteration i + 1 is drawn while iteration i
-scores and updates, by the weights that iteration i began with. It is whole before the weights change, so every response
-is of one version, and one version old when it is learned from; the first batch of a run is not old. The importance
+scores and updates, by the weights that iteration i began with. It is whole before the weights change, so what is written for
+it is of one version, and one version old when it is learned from; the first batch of a run is not old. The importance
 weights from sampler to learner (`learner.correction`) cover the difference.
+
+Responses may have begun in earlier batches (`rl.partial`): what one batch puts aside the next one goes on with.
 """
 
 from __future__ import annotations
@@ -177,12 +179,10 @@ def staleness(groups: Sequence[Group], version: int, bound: int) -> dict[str, fl
     staleness/mean, staleness/max: over tokens; staleness/older_tokens: share of the tokens by other weights than the
     newest that wrote any; version/weights: the oldest. Raises StaleRollouts beyond `bound`.
     """
-    count = Counter(
-        written_by
-        for group in groups
-        for rollout in group.rollouts
-        for written_by in rollout.completion.versions
-    )
+    count = Counter[int]()
+    for group in groups:
+        for rollout in group.rollouts:
+            count.update(rollout.completion.versions)
     oldest, newest, tokens = min(count), max(count), count.total()
     if not 0 <= version - newest <= version - oldest <= bound:
         raise StaleRollouts(

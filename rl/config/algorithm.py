@@ -110,7 +110,8 @@ class AlgorithmConfig:
     expected_length: int | None = (
         None  # mean tokens of prompt and response, for the preflight; None: the limit
     )
-    prompts_per_round: int | None = None  # drawn in one round of sampling; None: prompts_per_iteration
+    # Drawn in a round of sampling, or with partial rollouts under way in it; None: prompts_per_iteration.
+    prompts_per_round: int | None = None
     group_size: int = 8
     updates_per_iteration: int = 1
     dynamic_sampling: bool = True

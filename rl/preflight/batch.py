@@ -71,6 +71,6 @@ class Batch:
     @property
     def iteration_bytes(self) -> int:
         """What an iteration puts into Ray's object store at most: of every token, padding included, ids (8), mask (1),
-        and four FP32 numbers: log-probabilities of sampler and learner, advantage, reward.
+        and five numbers of 4 bytes: version, log-probabilities of sampler and learner, advantage, reward.
         """
-        return self.sequences * self.updates * self.limit * (8 + 1 + 4 * 4)
+        return self.sequences * self.updates * self.limit * (8 + 1 + 5 * 4)
