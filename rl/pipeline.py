@@ -1,9 +1,9 @@
 """When responses are sampled: before each update, or for the next update while the learner works on this one.
 
 One step off (Noukhovitch et al. 2024, arXiv 2410.18252): the batch of iteration i + 1 is drawn while iteration i
-scores and updates, by the weights that iteration i began with. It is whole before the weights change, so what is written for
-it is of one version, and one version old when it is learned from; the first batch of a run is not old. The importance
-weights from sampler to learner (`learner.correction`) cover the difference.
+scores and updates, by the weights that iteration i began with. It is whole before the weights change, so what is
+written for it is of one version, and one version old when it is learned from; the first batch of a run is not old. The
+importance weights from sampler to learner (`learner.correction`) cover the difference.
 
 Responses may have begun in earlier batches (`rl.partial`): what one batch puts aside the next one goes on with.
 """
