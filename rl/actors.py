@@ -308,9 +308,13 @@ class SamplerActor(RankActor):
 
     @collective
     def generate(
-        self, prompts: list[list[int]], seeds: list[list[int]], sampling: SamplingConfig
+        self,
+        prompts: list[list[int]],
+        seeds: list[list[int]],
+        sampling: SamplingConfig,
+        limits: list[int] | None = None,
     ) -> list[list[Completion]]:
-        return self.sampler.generate(prompts, seeds, sampling)
+        return self.sampler.generate(prompts, seeds, sampling, limits)
 
     @collective
     def sleep(self) -> None:

@@ -67,7 +67,7 @@ class Fleet:
         return metrics
 
     def generate(self, shares: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """`Sampler.generate` of each sampler with its share (prompts, seeds, sampling), all at once.
+        """`Sampler.generate` of each sampler with its share (prompts, seeds, sampling, limits), all at once.
 
         The share of a sampler that dies is generated again by its successor: a response is a function of the weights
         and the arguments.

@@ -2,6 +2,9 @@
 
 For each response token, d = log p(learner) - log p(sampler), of the sampled token; the tokens were drawn from
 the sampler. The importance ratio of a token is exp(d).
+
+Where a batch holds tokens of several weight versions (partial rollouts), the gap is that of the tokens by the weights
+that the samplers had last: d of older ones is a change of the policy, too.
 """
 
 from __future__ import annotations
@@ -15,6 +18,8 @@ from kernels.routing import NO_ROUTE
 
 if TYPE_CHECKING:
     from learner.config import ObjectiveConfig
+    from learner.policy import Scores
+    from rl.rollout import Sequences
 
 QUANTILES = {"gap/p50": 0.5, "gap/p90": 0.9, "gap/p99": 0.99, "gap/p999": 0.999}
 LOG_RATIO_BOUND = 20.0  # of d inside exponentials, so that none overflows: exp(20) = 4.9e8
@@ -22,6 +27,43 @@ LOG_RATIO_BOUND = 20.0  # of d inside exponentials, so that none overflows: exp(
 
 class NonFiniteLogp(ArithmeticError):
     """Log-probabilities of response tokens that are infinite or not a number."""
+
+
+def measure_gap(
+    scores: Scores, sequences: Sequences, objective: ObjectiveConfig, version: int, behind: int
+) -> dict[str, float]:
+    """Of a step: `gap_statistics`, gap/outside_nucleus and, where both sides tell their experts, gap/route_mismatch, of
+    the tokens that are at most `behind` versions older than the learner's `version`: 0, or 1 in a pipeline that is one
+    step off, where d is never of the same weights. None of these where no token is so new.
+
+    gap/older_abs_mean: mean |d| of the other tokens, where there are any. Raises NonFiniteLogp for any token.
+    """
+    present = sequences.loss_mask & (sequences.versions >= version - behind)
+    older = sequences.loss_mask & ~present
+    metrics = {}
+    if older.any():
+        learner, sampler = _finite(scores.logp[older], sequences.sampler_logp[older])
+        metrics["gap/older_abs_mean"] = float(np.abs(learner - sampler).mean())
+    if not present.any():
+        return metrics
+    metrics |= gap_statistics(scores.logp[present], sequences.sampler_logp[present], objective)
+    metrics["gap/outside_nucleus"] = scores.outside_nucleus[present].double().mean().item()
+    if sequences.routes is not None and scores.routes is not None:
+        routes = sequences.routes
+        if older.any():
+            routes = torch.where(_computed(present, sequences.loss_mask)[..., None, None], routes, NO_ROUTE)
+        metrics["gap/route_mismatch"] = route_mismatch(scores.routes, routes)
+    return metrics
+
+
+def _computed(written: torch.Tensor, loss_mask: torch.Tensor) -> torch.Tensor:
+    """Tokens whose experts were chosen by the weights that wrote the tokens `written`; both bool [B, S]. What wrote a
+    token has computed the one before it; what wrote the first of a response has computed the prompt.
+    """
+    before = loss_mask.cumsum(1) == 0
+    first = written.gather(1, loss_mask.int().argmax(1, keepdim=True))
+    next_one = torch.cat([written[:, 1:], torch.zeros_like(first)], 1)
+    return torch.where(before, first, next_one)
 
 
 def gap_statistics(

@@ -56,9 +56,9 @@ def judge(scores: Sequence[Score]) -> Verdict:
 class GroupBuffer(Generic[G]):
     """Collects groups, round by round, until `needed` are kept or the rounds are used up.
 
-    Groups are kept in the order in which they are added. Those of the last round beyond `needed` are dropped
-    and counted as surplus: a batch holds responses of one policy, and nothing is carried into the next.
-    The fields are the whole state: a buffer made from them goes on where the other stopped.
+    Groups are kept in the order in which they are added; those of the last round beyond `needed` are the surplus.
+    The fields are the whole state: a buffer made from them goes on where the other stopped. One that is made with
+    groups that waited for a batch takes a round all the same, be they enough or not.
 
     needed: groups of the batch. at_least: with how many it can do once the rounds are used up (a policy that
         solves almost everything leaves few mixed groups). group_size: responses of each. max_rounds: calls of
@@ -80,7 +80,7 @@ class GroupBuffer(Generic[G]):
     solved: int = 0
     unsolved: int = 0
     failed: int = 0
-    surplus: int = 0
+    surplus: list[G] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         for name in ("needed", "at_least", "group_size", "max_rounds"):
@@ -105,9 +105,9 @@ class GroupBuffer(Generic[G]):
         Raises:
             TooFewGroups: this was the last round and fewer than `at_least` groups are kept; AllSolved when all
                 others were solved.
-            ValueError: the buffer is complete, or a group has not `group_size` scores.
+            ValueError: the buffer is complete after a round, or a group has not `group_size` scores.
         """
-        if self.complete:
+        if self.rounds and self.complete:
             raise ValueError(f"{len(self.kept)} groups are there: another round is not needed")
         for number, group in enumerate(groups):
             if len(group.scores) != self.group_size:
@@ -130,10 +130,7 @@ class GroupBuffer(Generic[G]):
         self.drawn += 1
         verdict = judge(group.scores)
         if verdict is Verdict.MIXED or not (self.dynamic_sampling or verdict is Verdict.FAILED):
-            if self.missing:
-                self.kept.append(group)
-            else:
-                self.surplus += 1
+            (self.kept if self.missing else self.surplus).append(group)
         elif verdict is Verdict.SOLVED:
             self.solved += 1
         elif verdict is Verdict.UNSOLVED:
@@ -142,7 +139,7 @@ class GroupBuffer(Generic[G]):
             self.failed += 1
 
     def metrics(self) -> dict[str, float]:
-        """Counts so far: drawn = kept + dropped_constant + dropped_error + surplus."""
+        """Counts so far: drawn = kept + dropped_constant + dropped_error + surplus, without what waited before."""
         return {
             "groups/kept": len(self.kept),
             "groups/drawn": self.drawn,

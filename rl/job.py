@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from rl.errors import DiskFull
 from rl.evaluation.during_training import benchmark_metrics
 from rl.evaluation.exams import Exam
 from rl.gap_limit import GapLimitExceeded, GapWatch
+from rl.partial import NOTHING, Backlog, PartialGroup, Request, grown, requests
 from rl.pipeline import RolloutBatch
 from rl.plan import DATA, Plan
 from rl.records.history import read_history
@@ -31,7 +33,7 @@ from rl.records.report import write_report
 from rl.records.view import RunView, open_view
 from rl.rewards.pool import RewardPool
 from rl.rollout import Group, Rollout, response_seed
-from rl.rollout_store import load_rollouts, save_rollouts
+from rl.rollout_store import load_backlog, load_rollouts, save_backlog, save_rollouts
 from rl.run_folder import RunFolder
 from rl.specs import check_experts_ran, check_specifications
 from rl.task import Task
@@ -40,14 +42,14 @@ from sampler.engine import Completion
 
 log = logging.getLogger(__name__)
 
-_ROLLOUTS = "rollouts"  # their folder in a checkpoint
+_ROLLOUTS, _BACKLOG = "rollouts", "backlog"  # folders in a checkpoint
 _BEFORE_THE_FIRST_STEP = -1  # where a run goes on that was stopped before its first checkpoint
 
 
 @dataclass(frozen=True)
 class Job:
-    """What the driver works with. `restored` is the driver's state in the checkpoint, empty for a new run, and `ahead`
-    a batch of rollouts that the checkpoint holds.
+    """What the driver works with. `restored` is the driver's state in the checkpoint, empty for a new run; `ahead` a
+    batch of rollouts that the checkpoint holds, and `backlog` the rollouts in it that were put aside.
     """
 
     config: Config
@@ -61,27 +63,44 @@ class Job:
     restored: dict[str, Any]
     exams: Sequence[Exam] = ()
     ahead: RolloutBatch | None = None
+    backlog: Backlog = NOTHING
     gap_watch: GapWatch | None = None
 
     def generate(
         self, prompts: Sequence[Prompt], samples: int, purpose: str, sampling: SamplingConfig
     ) -> list[list[Completion]]:
         """`samples` responses to each prompt, in the order of `prompts`, which the samplers share out."""
+        seed = self.config.run.seed
+        return self._ask(
+            [
+                Request(
+                    list(prompt.token_ids),
+                    [response_seed(seed, purpose, prompt.position, k) for k in range(samples)],
+                    sampling.max_tokens,
+                )
+                for prompt in prompts
+            ],
+            sampling,
+        )
+
+    def write_on(self, groups: Sequence[PartialGroup]) -> list[PartialGroup]:
+        """Every unfinished response to a training prompt, longer by up to the budget of a round."""
+        algorithm = self.config.algorithm
+        sampling, budget = algorithm.rollout_sampling, algorithm.token_budget
+        asked = requests(
+            groups, partial(response_seed, self.config.run.seed, "train"), sampling.max_tokens, budget
+        )
+        return grown(groups, chain.from_iterable(self._ask(asked, sampling)), sampling.max_tokens)
+
+    def _ask(self, asked: Sequence[Request], sampling: SamplingConfig) -> list[list[Completion]]:
         sampling = replace(sampling, stop_token_ids=self.task.stop_token_ids)
-        seed, count = self.config.run.seed, len(self.engines.samplers)
+        count = len(self.engines.samplers)
         shares = [
-            (
-                [list(prompt.token_ids) for prompt in share],
-                [
-                    [response_seed(seed, purpose, prompt.position, k) for k in range(samples)]
-                    for prompt in share
-                ],
-                sampling,
-            )
-            for share in (prompts[index::count] for index in range(count))
+            ([r.tokens for r in share], [r.seeds for r in share], sampling, [r.limit for r in share])
+            for share in (asked[index::count] for index in range(count))
         ]
         results = [iter(responses) for responses in self.engines.weight_sync.generate(shares)]
-        return [next(results[index % len(results)]) for index in range(len(prompts))]
+        return [next(results[index % len(results)]) for index in range(len(asked))]
 
     def score(self, prompts: Sequence[Prompt], responses: Sequence[Sequence[Completion]]) -> list[Group]:
         """Decode and score every response; each has exactly one score."""
@@ -127,7 +146,13 @@ class Job:
             save()
         raise GapLimitExceeded(found)
 
-    def save(self, step: int, state: dict[str, Any], ahead: RolloutBatch | None = None) -> None:
+    def save(
+        self,
+        step: int,
+        state: dict[str, Any],
+        ahead: RolloutBatch | None = None,
+        backlog: Backlog = NOTHING,
+    ) -> None:
         """Write a checkpoint: engines, the driver's state (data cursor: state["position"]), and rollouts."""
         started = time.perf_counter()
         self.view.stage("checkpoint")
@@ -137,6 +162,8 @@ class Job:
             self.engines.checkpoint(folder)
             if ahead is not None:
                 save_rollouts(folder / _ROLLOUTS, ahead)
+            if backlog:
+                save_backlog(folder / _BACKLOG, backlog)
 
         self.checkpoints.save(step, write, state)
         self.logger.log(step, {"time/checkpoint": time.perf_counter() - started})
@@ -169,7 +196,7 @@ def open_job(plan: Plan) -> Iterator[Job]:
         stack.enter_context(open_cluster(config.cluster.ray_address, config.run.object_store_mib))
         engines = start_engines(plan, folder, view)
         checkpoints = CheckpointStore(folder.checkpoints, config.run.keep_checkpoints)
-        restored, ahead = _restore(checkpoint, engines, plan.task)
+        restored, ahead, backlog = _restore(checkpoint, engines, plan.task)
         job = Job(
             config,
             plan.task,
@@ -182,6 +209,7 @@ def open_job(plan: Plan) -> Iterator[Job]:
             restored,
             plan.exams,
             ahead,
+            backlog,
             GapWatch(config.algorithm.gap_limit, read_history(folder.metrics)),
         )
         reports = engines.reports()
@@ -203,13 +231,15 @@ def has_learned(steps: Sequence[int], begun_from: Checkpoint | None) -> bool:
 
 def _restore(
     checkpoint: Checkpoint | None, engines: Engines, task: Task
-) -> tuple[dict[str, Any], RolloutBatch | None]:
+) -> tuple[dict[str, Any], RolloutBatch | None, Backlog]:
     """Put the engines where `checkpoint` has them; the driver's state in it, and the rollouts that it holds."""
     if checkpoint is None:
-        return {}, None
+        return {}, None, NOTHING
     engines.restore(checkpoint.path)
     state = {key: value for key, value in checkpoint.state.items() if key != DATA}
-    return state, load_rollouts(checkpoint.path / _ROLLOUTS, task.prompts.training)
+    prompt_at = task.prompts.training
+    ahead = load_rollouts(checkpoint.path / _ROLLOUTS, prompt_at)
+    return state, ahead, load_backlog(checkpoint.path / _BACKLOG, prompt_at)
 
 
 def _say(view: RunView, *lines: str) -> None:

@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from learner.batch import TrainBatch
-from rl.gap import gap_statistics, route_mismatch
-from rl.groups import AllSolved, GroupBuffer, TooFewGroups
+from rl.collect import collect
+from rl.gap import measure_gap
+from rl.groups import AllSolved, TooFewGroups
 from rl.job import Job
 from rl.metrics import reduce
-from rl.pipeline import Pipeline, RolloutBatch, open_pipeline, staleness
-from rl.rollout import Group, Sequences, response_statistics, to_sequences
+from rl.pipeline import Pipeline, open_pipeline, staleness
+from rl.rollout import Sequences, response_statistics, to_sequences
 from rl.stages import Stages
 from rl.training_batch import mini_batches, training_batch
 
@@ -44,7 +45,8 @@ def train(job: Job) -> None:
     """Run the job from its last checkpoint, or from the start, to its last iteration."""
     progress = Progress(**job.restored)
     left = job.config.run.iterations - progress.iteration
-    with open_pipeline(job.config.algorithm.pipeline, partial(collect, job), left, job.ahead) as pipeline:
+    drawn_before = job.ahead, job.backlog
+    with open_pipeline(job.config.algorithm.pipeline, partial(collect, job), left, *drawn_before) as pipeline:
         run_iterations(job, pipeline, progress)
 
 
@@ -59,8 +61,8 @@ def run_iterations(job: Job, pipeline: Pipeline, progress: Progress) -> None:
         try:
             progress, metrics = iterate(job, pipeline, progress, stages)
         except TooFewGroups as shortage:
-            end_early(job, progress, shortage)
-            return
+            end_early(job, pipeline, progress, shortage)
+            break
         last = progress.iteration == run.iterations
         if last or progress.iteration % evaluation.every == 0:
             with stages("evaluate"):
@@ -70,16 +72,18 @@ def run_iterations(job: Job, pipeline: Pipeline, progress: Progress) -> None:
                 metrics |= job.answer_benchmarks()
         metrics |= stages.metrics(metrics["tokens/generated"]) | job.engines.memory()
         job.record(progress.iteration, metrics | job.engines.hardware.usage(metrics))
-        save = partial(job.save, progress.iteration, asdict(progress), pipeline.ahead)
+        save = partial(job.save, progress.iteration, asdict(progress), pipeline.ahead, pipeline.backlog)
         if last or progress.iteration % run.checkpoint_every == 0:
             save()
         job.watch(progress.iteration, metrics, save)
+    if pipeline.backlog:
+        job.view.message(f"the run ends, and {pipeline.backlog}; the last checkpoint holds them")
 
 
-def end_early(job: Job, progress: Progress, shortage: TooFewGroups) -> None:
+def end_early(job: Job, pipeline: Pipeline, progress: Progress, shortage: TooFewGroups) -> None:
     """Keep what was learned. A policy that solves every problem is done; any other shortage of groups is an error."""
     if progress.iteration not in job.checkpoints.steps():
-        job.save(progress.iteration, asdict(progress))
+        job.save(progress.iteration, asdict(progress), backlog=pipeline.backlog)
     if not isinstance(shortage, AllSolved):
         raise shortage
     job.view.message(f"every problem drawn is solved: the run ends after iteration {progress.iteration}")
@@ -98,11 +102,7 @@ def iterate(job: Job, pipeline: Pipeline, progress: Progress, stages: Stages) ->
     with stages("score"):
         scores, reference_logp, values = score(job, sequences)
     metrics |= job.engines.work(sequences)
-    mask = sequences.loss_mask
-    metrics |= gap_statistics(scores.logp[mask], sequences.sampler_logp[mask], algorithm.objective)
-    metrics["gap/outside_nucleus"] = scores.outside_nucleus[mask].double().mean().item()
-    if sequences.routes is not None and scores.routes is not None:
-        metrics["gap/route_mismatch"] = route_mismatch(scores.routes, sequences.routes)
+    metrics |= measure_gap(scores, sequences, algorithm.objective, progress.version, algorithm.behind)
     routes = {"off": None, "r2": scores.routes, "r3": sequences.routes}[algorithm.routing_replay]
     with stages("update"):
         batch, statistics = training_batch(
@@ -120,30 +120,6 @@ def iterate(job: Job, pipeline: Pipeline, progress: Progress, stages: Stages) ->
         metrics |= job.engines.weight_sync.sync(progress.version + 1)
     metrics["data/epoch"] = drawn.position / job.task.prompts.training_count
     return Progress(progress.iteration + 1, drawn.position), metrics
-
-
-def collect(job: Job, position: int, stages: Stages) -> RolloutBatch:
-    """Draw prompts until enough groups have mixed outcomes (dynamic sampling, DAPO section 3.2)."""
-    algorithm = job.config.algorithm
-    buffer: GroupBuffer[Group] = GroupBuffer(
-        needed=algorithm.prompts_per_iteration,
-        at_least=algorithm.min_groups or algorithm.prompts_per_iteration,
-        group_size=algorithm.group_size,
-        max_rounds=algorithm.max_rounds,
-        dynamic_sampling=algorithm.dynamic_sampling,
-    )
-    round_size = algorithm.prompts_per_round or algorithm.prompts_per_iteration
-    drawn: list[Group] = []
-    while not buffer.complete:
-        prompts = [job.task.prompts.training(position + n) for n in range(round_size)]
-        position += len(prompts)
-        with stages("generate"):
-            responses = job.generate(prompts, algorithm.group_size, "train", algorithm.rollout_sampling)
-        with stages("reward"):
-            groups = job.score(prompts, responses)
-        drawn += groups
-        buffer.add(groups)
-    return RolloutBatch(buffer.kept, position, buffer.metrics() | response_statistics(drawn))
 
 
 def score(job: Job, sequences: Sequences) -> tuple[Scores, torch.Tensor | None, torch.Tensor | None]:

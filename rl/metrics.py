@@ -105,6 +105,12 @@ _TABLE: dict[str, list[tuple[str, Reducer, str, str]]] = {
         ("gap/ratio_mean", ONCE, "", "mean importance ratio learner / sampler; 1 when they agree"),
         ("gap/k3", ONCE, "nat", "k3 estimate of KL(sampler || learner)"),
         ("gap/ess", ONCE, "share", "effective sample size of the ratios, as a share of the tokens"),
+        (
+            "gap/older_abs_mean",
+            ONCE,
+            "nat",
+            "mean absolute gap of tokens that no other row is about: by older weights than the samplers had last",
+        ),
         ("gap/outside_nucleus", ONCE, "share", "tokens that the learner would not draw under top-p"),
         (
             "gap/route_mismatch",
@@ -200,7 +206,20 @@ _TABLE: dict[str, list[tuple[str, Reducer, str, str]]] = {
     ],
     "staleness": [
         ("staleness/mean", ONCE, "versions", "weight versions that a response token is behind the learner"),
-        ("staleness/max", MAX, "versions", "the most that a response is behind the learner"),
+        ("staleness/max", MAX, "versions", "the most that a response token is behind the learner"),
+        (
+            "staleness/older_tokens",
+            ONCE,
+            "share",
+            "response tokens of the update by older weights than the newest that wrote any",
+        ),
+    ],
+    "partial": [
+        ("partial/token_budget", LAST, "tokens", "the most that a response grows by in a round of sampling"),
+        ("partial/continued", SUM, "responses", "responses that were put aside before and went on"),
+        ("partial/put_aside", LAST, "responses", "unfinished responses that were put aside behind the batch"),
+        ("partial/put_aside_tokens", LAST, "tokens", "tokens of the groups of which they are"),
+        ("partial/waiting", LAST, "groups", "complete groups that the batch had no room for"),
     ],
     "tokens": [
         ("tokens/generated", SUM, "tokens", "response tokens sampled"),

@@ -48,14 +48,15 @@ class Sequences:
     """Groups as right-padded tensors; position t of a row carries the value of token t.
 
     tokens int64 [B, S]; lengths int64 [B]; loss_mask bool [B, S], True at response tokens; sampler_logp float32
-    [B, S], 0 elsewhere; routes int16 [B, S, layers, k], the sampler's experts, NO_ROUTE elsewhere; None if they were
-    not returned.
+    [B, S], 0 elsewhere; versions int32 [B, S], of the weights that wrote each response token, -1 elsewhere; routes
+    int16 [B, S, layers, k], the sampler's experts, NO_ROUTE elsewhere; None if they were not returned.
     """
 
     tokens: torch.Tensor
     lengths: torch.Tensor
     loss_mask: torch.Tensor
     sampler_logp: torch.Tensor
+    versions: torch.Tensor
     routes: torch.Tensor | None = None
 
 
@@ -66,14 +67,15 @@ def to_sequences(groups: Sequence[Group]) -> Sequences:
     shape = (len(rows), int(lengths.max()))
     tokens, logp = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape)
     loss_mask = torch.zeros(shape, dtype=torch.bool)
+    versions = torch.full(shape, -1, dtype=torch.int32)
     for row, (prompt, completion) in enumerate(rows):
         response = slice(len(prompt), len(prompt) + len(completion.token_ids))
         tokens[row, : response.stop] = torch.tensor([*prompt, *completion.token_ids])
         logp[row, response] = torch.tensor(completion.logp)
+        versions[row, response] = torch.tensor(completion.versions, dtype=torch.int32)
         loss_mask[row, response] = True
-    return Sequences(
-        tokens, lengths, loss_mask, logp, _padded_routes([completion for _, completion in rows], shape)
-    )
+    routes = _padded_routes([completion for _, completion in rows], shape)
+    return Sequences(tokens, lengths, loss_mask, logp, versions, routes)
 
 
 def _padded_routes(completions: Sequence[Completion], shape: tuple[int, int]) -> torch.Tensor | None:

@@ -66,7 +66,10 @@ class Hardware:
         if self.sampler is None:
             return {}
         own = metrics["tokens/generated"] / self.samplers
-        steps = max(metrics["response/length_max"], own / self.sampler_config.max_num_seqs)
+        steps = metrics["response/length_max"]
+        if "partial/token_budget" in metrics:  # of which earlier iterations may have written a part
+            steps = min(steps, metrics["groups/rounds"] * metrics["partial/token_budget"])
+        steps = max(steps, own / self.sampler_config.max_num_seqs)
         together = max(1, round(own / steps))
         length = round(metrics["response/length_mean"] / 2)  # of what has been written, halfway
         read = steps * decode_bytes(self.model, self.sampler_map, self.sampler_config, together, length)

@@ -37,7 +37,7 @@ class Completion:
     logp: of each token, FP32 natural logarithm, under the distribution it was drawn from (temperature and
     top-p included; at temperature 0, under that of temperature 1).
     finish_reason: "stop" (the last token is a stop token) or "length".
-    version: of the weights that wrote it.
+    versions: of the weights that wrote each token; those of one call of `Sampler.generate` are of one version.
     routes: int16 [prompt + response tokens, layers, k], the experts of each token by descending coefficient, if they
         were asked for. -1 for the last token, which the engine never computed, and in layers without experts.
     """
@@ -45,7 +45,7 @@ class Completion:
     token_ids: tuple[int, ...]
     logp: tuple[float, ...]
     finish_reason: str
-    version: int
+    versions: tuple[int, ...]
     routes: np.ndarray | None = field(default=None, compare=False)
 
 
@@ -114,15 +114,20 @@ class Sampler:
         self._stock_experts = StockExperts(self._model)
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], seeds: Sequence[Sequence[int]], sampling: SamplingConfig
+        self,
+        prompts: Sequence[Sequence[int]],
+        seeds: Sequence[Sequence[int]],
+        sampling: SamplingConfig,
+        limits: Sequence[int] | None = None,
     ) -> list[list[Completion]]:
-        """For each prompt (token ids), one response for each of its seeds.
+        """For each prompt (token ids), one response for each of its seeds. limits: most tokens of the responses to each
+        prompt, where that is not `sampling.max_tokens`.
 
         The result is a function of the weights and the arguments: neither former calls nor the process
         matter. A response also depends, in its last bits, on what shares the call.
 
         Raises RuntimeError while the weights are closed (a sync is open), ValueError (before anything is generated) for
-        prompts that are empty, too long for `max_tokens` more, or hold unknown tokens, and for
+        prompts that are empty, too long for as many tokens more, or hold unknown tokens, for limits below 1, and for
         seeds outside [0, 2**63); ValueError when a value that is not finite reached a quantiser, naming layer and
         expert, and FloatingPointError when a log-probability is not finite.
         """
@@ -130,16 +135,21 @@ class Sampler:
 
         if sampling.return_routes and self.config.stock:
             raise ValueError("return_routes: a stock engine does not say which experts it chose")
-        self._check_sequences(prompts, "prompts", room=sampling.max_tokens)
-        if len(seeds) != len(prompts):
-            raise ValueError(f"{len(prompts)} prompts need as many lists of seeds, got {len(seeds)}")
+        limits = [sampling.max_tokens] * len(prompts) if limits is None else limits
+        if not len(seeds) == len(limits) == len(prompts):
+            raise ValueError(
+                f"{len(prompts)} prompts need as many lists of seeds, got {len(seeds)}, and limits, got {len(limits)}"
+            )
+        if min(limits, default=1) < 1:
+            raise ValueError(f"limits must be at least 1, got {min(limits)}")
+        self._check_sequences(prompts, "prompts", limits)
         if not all(0 <= seed < 2**63 for own in seeds for seed in own):
             raise ValueError("seeds must lie in [0, 2**63)")
         params = [
             SamplingParams(
                 temperature=sampling.temperature,
                 top_p=sampling.top_p,
-                max_tokens=sampling.max_tokens,
+                max_tokens=limit,
                 stop_token_ids=list(sampling.stop_token_ids),
                 ignore_eos=True,
                 **self._seeded(seed),
@@ -147,7 +157,7 @@ class Sampler:
                 flat_logprobs=True,
                 detokenize=False,
             )
-            for own in seeds
+            for own, limit in zip(seeds, limits, strict=True)
             for seed in own
         ]
         repeated = [prompt for prompt, own in zip(prompts, seeds, strict=True) for _ in own]
@@ -170,7 +180,7 @@ class Sampler:
 
         if not 0 < temperature < math.inf:
             raise ValueError(f"temperature={temperature} must be positive and finite")
-        self._check_sequences(sequences, "sequences", room=0)
+        self._check_sequences(sequences, "sequences", [0] * len(sequences))
         for index, (sequence, length) in enumerate(zip(sequences, prompt_lengths, strict=True)):
             if not 1 <= length < len(sequence):
                 raise ValueError(f"prompt_lengths[{index}]={length} must lie in [1, {len(sequence) - 1}]")
@@ -338,9 +348,9 @@ class Sampler:
     def _eagerly(self) -> AbstractContextManager[None]:
         return eagerly(self._runner) if self.config.cuda_graph_sizes else nullcontext()
 
-    def _check_sequences(self, sequences: Sequence[Sequence[int]], name: str, room: int) -> None:
-        limit = self.config.max_model_len - room
-        for index, sequence in enumerate(sequences):
+    def _check_sequences(self, sequences: Sequence[Sequence[int]], name: str, rooms: Sequence[int]) -> None:
+        for index, (sequence, room) in enumerate(zip(sequences, rooms, strict=True)):
+            limit = self.config.max_model_len - room
             if not 1 <= len(sequence) <= limit:
                 raise ValueError(
                     f"{name}[{index}] has {len(sequence)} tokens, must have 1 to {limit}"
@@ -360,7 +370,8 @@ class Sampler:
             raise RuntimeError(f"vLLM ended a request with {response.finish_reason!r}")
         assert tuple(response.logprobs.token_ids) == token_ids
         _check_finite(logp)
-        return Completion(token_ids, logp, response.finish_reason, self.version, routes)
+        versions = (self.version,) * len(token_ids)
+        return Completion(token_ids, logp, response.finish_reason, versions, routes)
 
     def _response_logp(self, output: RequestOutput, sequence: Sequence[int], length: int) -> list[float]:
         prompt, following = output.prompt_logprobs, output.outputs[0].logprobs

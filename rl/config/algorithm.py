@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from math import inf
+from math import ceil, inf
 from typing import Literal
 
 from learner.config import ObjectiveConfig
@@ -80,6 +80,25 @@ class GapLimitConfig:
 
 
 @dataclass(frozen=True)
+class PartialRolloutsConfig:
+    """Whether a response may be written in several parts, by the weights of several iterations; see `rl.partial`.
+
+    token_budget: the most tokens that a response grows by in a round of sampling. None, or as many as
+    `algorithm.sampling.max_tokens`: responses are written in one go.
+    """
+
+    token_budget: int | None = None
+
+    def __post_init__(self) -> None:
+        require(
+            self.token_budget is None or self.token_budget >= 1,
+            "algorithm.partial_rollouts.token_budget",
+            self.token_budget,
+            "at least 1",
+        )
+
+
+@dataclass(frozen=True)
 class AlgorithmConfig:
     """Groups, dynamic sampling, rewards, advantages, and how a batch is cut into updates.
 
@@ -91,7 +110,8 @@ class AlgorithmConfig:
     expected_length: int | None = (
         None  # mean tokens of prompt and response, for the preflight; None: the limit
     )
-    prompts_per_round: int | None = None  # drawn in one round of sampling; None: prompts_per_iteration
+    # Drawn in a round of sampling, or with partial rollouts under way in it; None: prompts_per_iteration.
+    prompts_per_round: int | None = None
     group_size: int = 8
     updates_per_iteration: int = 1
     dynamic_sampling: bool = True
@@ -106,6 +126,7 @@ class AlgorithmConfig:
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     gap_limit: GapLimitConfig = field(default_factory=GapLimitConfig)
+    partial_rollouts: PartialRolloutsConfig = field(default_factory=PartialRolloutsConfig)
 
     def __post_init__(self) -> None:
         require(
@@ -133,12 +154,11 @@ class AlgorithmConfig:
             self.min_groups,
             "between algorithm.updates_per_iteration and algorithm.prompts_per_iteration",
         )
-        least = 1 if self.pipeline == "one_step_off" else 0
         require(
-            self.max_staleness >= least,
+            self.max_staleness >= self.oldest,
             "algorithm.max_staleness",
             self.max_staleness,
-            f"at least {least} with algorithm.pipeline={self.pipeline}",
+            f"at least {self.oldest} with algorithm.pipeline={self.pipeline}" + self._why_so_old(),
         )
         require(
             self.prompts_per_iteration % self.updates_per_iteration == 0,
@@ -157,6 +177,46 @@ class AlgorithmConfig:
             "algorithm.advantage.estimator",
             self.advantage.estimator,
             "gae and algorithm.objective.critic need each other",
+        )
+
+    @property
+    def round_size(self) -> int:
+        """Groups that a round of sampling works on."""
+        return self.prompts_per_round or self.prompts_per_iteration
+
+    @property
+    def token_budget(self) -> int:
+        """Most tokens that a response grows by in a round of sampling."""
+        budget = self.partial_rollouts.token_budget
+        return self.sampling.max_tokens if budget is None else min(budget, self.sampling.max_tokens)
+
+    @property
+    def parts(self) -> int:
+        """Rounds of sampling in which the longest response is written."""
+        return ceil(self.sampling.max_tokens / self.token_budget)
+
+    @property
+    def behind(self) -> int:
+        """Weight versions that the samplers are behind the learner that learns from what they write."""
+        return 1 if self.pipeline == "one_step_off" else 0
+
+    @property
+    def oldest(self) -> int:
+        """Weight versions that a token may be behind the learner at most: every iteration has a round, so that the last
+        part of a response is written at most `parts` - 1 iterations after the first; at most `round_size` complete
+        groups then wait for a batch; and a pipeline that is one step off adds one.
+        """
+        if self.parts == 1:
+            return self.behind
+        return self.behind + self.parts - 1 + ceil(self.round_size / self.prompts_per_iteration)
+
+    def _why_so_old(self) -> str:
+        if self.parts == 1:
+            return ""
+        return (
+            f" and algorithm.partial_rollouts.token_budget={self.token_budget}: a response of"
+            f" algorithm.sampling.max_tokens={self.sampling.max_tokens} is written in up to {self.parts} iterations,"
+            f" and its group may wait for a batch in {ceil(self.round_size / self.prompts_per_iteration)} more"
         )
 
     @property

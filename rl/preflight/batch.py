@@ -17,7 +17,9 @@ class Batch:
     prompts: int
     group_size: int
     drawn_a_round: int  # prompts
-    rounds: int  # at most
+    rounds: int  # at most, of whole responses
+    parts: int  # rounds in which the longest response is written
+    token_budget: int  # most tokens of such a part
     updates: int
     limit: int
     length: int
@@ -30,8 +32,10 @@ class Batch:
         return cls(
             prompts=algorithm.prompts_per_iteration,
             group_size=algorithm.group_size,
-            drawn_a_round=algorithm.prompts_per_round or algorithm.prompts_per_iteration,
+            drawn_a_round=algorithm.round_size,
             rounds=algorithm.max_rounds,
+            parts=algorithm.parts,
+            token_budget=algorithm.token_budget,
             updates=algorithm.updates_per_iteration,
             limit=config.sampler.max_model_len,
             length=algorithm.expected_length or config.sampler.max_model_len,
@@ -67,6 +71,6 @@ class Batch:
     @property
     def iteration_bytes(self) -> int:
         """What an iteration puts into Ray's object store at most: of every token, padding included, ids (8), mask (1),
-        and four FP32 numbers: log-probabilities of sampler and learner, advantage, reward.
+        and five numbers of 4 bytes: version, log-probabilities of sampler and learner, advantage, reward.
         """
-        return self.sequences * self.updates * self.limit * (8 + 1 + 4 * 4)
+        return self.sequences * self.updates * self.limit * (8 + 1 + 5 * 4)

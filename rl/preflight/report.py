@@ -35,6 +35,11 @@ def _lines(found: Preflight) -> Iterator[str]:
         f" {_many(batch.updates, 'update')} of {batch.sequences:,} sequences; {batch.drawn_a_round:,} prompts"
         f" ({batch.responses_a_round:,} responses) drawn a round, {batch.rounds} rounds at most"
     )
+    if batch.parts > 1:
+        yield (
+            f"           a response grows by at most {batch.token_budget:,} tokens in a round: {batch.parts} rounds"
+            f" for the longest, and so {batch.rounds * batch.parts} at most in an iteration"
+        )
     yield (
         f"           {batch.tokens:,} tokens an update at {batch.length:,} a sequence,"
         f" {batch.sequences * batch.limit:,} at most; micro-batches on a rank: {batch.micro_batches}"

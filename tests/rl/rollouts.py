@@ -11,10 +11,12 @@ from sampler.engine import Completion
 PROMPT = (5, 6)
 
 
-def rollout(value: float, length: int = 3, truncated: bool = False, logp: float = -0.5) -> Rollout:
+def rollout(
+    value: float, length: int = 3, truncated: bool = False, logp: float = -0.5, version: int = 1
+) -> Rollout:
     """A response of `length` tokens with that raw reward, right from 1."""
     reason = "length" if truncated else "stop"
-    completion = Completion(tuple(range(7, 7 + length)), (logp,) * length, reason, 1)
+    completion = Completion(tuple(range(7, 7 + length)), (logp,) * length, reason, (version,) * length)
     return Rollout(completion, Score(value, correct=value >= 1))
 
 

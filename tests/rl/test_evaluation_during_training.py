@@ -65,7 +65,12 @@ def test_the_sampler_of_the_run_answers_and_the_scores_are_recorded_by_name(tmp_
             [answer] = [gold for problem, gold in right.items() if problem in TOKENIZER.decode(prompt)]
             texts = [rf"\boxed{{{answer}}}", f"Answer: {answer}"]  # each is right for one of the two
             ids = [tuple(TOKENIZER(text)["input_ids"]) for text in texts]
-            answers.append([Completion(ids[k], (0.0,) * len(ids[k]), "stop", 0) for k in range(len(own))])
+            answers.append(
+                [
+                    Completion(ids[k], (0.0,) * len(ids[k]), "stop", (0,) * len(ids[k]))
+                    for k in range(len(own))
+                ]
+            )
         return answers
 
     metrics = benchmark_metrics(exams, generate, seed=0, workers=1, timeout_s=30)

@@ -48,7 +48,7 @@ class Sampler:
     @staticmethod
     def _completion(text: str) -> Completion:
         ids = (*TOKENIZER(text)["input_ids"], 1)
-        return Completion(ids, (0.0,) * len(ids), "stop", 0)
+        return Completion(ids, (0.0,) * len(ids), "stop", (0,) * len(ids))
 
 
 def ask(exam: Exam, sampler: Sampler, part: int, seed: int = 1, **more: Any) -> list[Sample]:

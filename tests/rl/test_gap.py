@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,8 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
+from kernels.routing import NO_ROUTE
 from learner.config import ObjectiveConfig
-from rl.gap import NonFiniteLogp, gap_statistics, route_mismatch
+from rl.gap import NonFiniteLogp, gap_statistics, measure_gap, route_mismatch
+from rl.rewards.score import Score
+from rl.rollout import Rollout, Sequences, to_sequences
+from sampler.engine import Completion
+from tests.rl.rollouts import group
 
 NAMES = {
     *("gap/mean", "gap/abs_mean", "gap/p50", "gap/p90", "gap/p99", "gap/p999", "gap/max"),
@@ -160,3 +166,50 @@ def test_route_mismatch_counts_tokens_and_layers_whatever_the_order_of_slots() -
         route_mismatch(learner, torch.full_like(sampler, -1))
     with pytest.raises(ValueError, match=r"shape \[sequences, tokens, layers, k\], got"):
         route_mismatch(learner[:, :2], sampler)
+
+
+def two_versions() -> tuple[SimpleNamespace, Sequences]:
+    """A response by versions 3, 3, 4, 4 and one by 2, 3 behind prompts of two tokens. The learner is at 0.5 nats from
+    the tokens of version 4, at 2 from others, and always outside the nucleus at the former; it chooses the experts of
+    the sampler for what version 4 computed, and others elsewhere.
+    """
+    completions = [
+        Completion((7, 8, 9, 9), (-1.0,) * 4, "stop", (3, 3, 4, 4), routes(6, [1, 1, 1, 4, 4])),
+        Completion((7, 8), (-1.0,) * 2, "stop", (2, 3), routes(4, [1, 1, 1])),
+    ]
+    sequences = to_sequences([group(*(Rollout(c, Score.of(True)) for c in completions))])
+    now = sequences.versions == 4
+    logp = sequences.sampler_logp + torch.where(now, 0.5, -2.0)
+    own = torch.where(sequences.routes == 4, 4, 6)
+    return SimpleNamespace(logp=logp, outside_nucleus=now, routes=own), sequences
+
+
+def routes(length: int, experts: list[int]) -> np.ndarray:
+    """int16 [length, 1, 1]; the last token has none."""
+    return np.array([*experts, NO_ROUTE], np.int16).reshape(length, 1, 1)
+
+
+def test_the_gap_is_that_of_tokens_by_the_weights_that_the_samplers_had_last() -> None:
+    scores, sequences = two_versions()
+    found = measure_gap(scores, sequences, ObjectiveConfig(), 4, 0)
+    assert found["gap/mean"] == found["gap/max"] == 0.5
+    assert found["gap/older_abs_mean"] == 2.0
+    assert found["gap/outside_nucleus"] == 1.0
+    assert (
+        found["gap/route_mismatch"] == 0.0
+    )  # of two tokens: the one before the first by version 4, and that one
+
+    behind = measure_gap(scores, sequences, ObjectiveConfig(), 4, 1)  # one step off: all but one token
+    assert behind["gap/mean"] == pytest.approx((2 * 0.5 - 3 * 2) / 5)
+    assert behind["gap/route_mismatch"] == pytest.approx(4 / 6)
+    everything = measure_gap(scores, sequences, ObjectiveConfig(), 4, 2)
+    assert everything["gap/outside_nucleus"] == pytest.approx(2 / 6)
+    assert everything["gap/route_mismatch"] == pytest.approx(6 / 8) and "gap/older_abs_mean" not in everything
+
+
+def test_where_all_tokens_are_older_there_is_no_gap_to_measure() -> None:
+    scores, sequences = two_versions()
+    assert measure_gap(scores, sequences, ObjectiveConfig(), 5, 0) == {"gap/older_abs_mean": 1.5}
+    scores.logp[0, 2] = torch.nan
+    with pytest.raises(NonFiniteLogp, match="1 from the learner"):
+        measure_gap(scores, sequences, ObjectiveConfig(), 5, 0)

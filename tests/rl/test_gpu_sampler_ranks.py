@@ -141,5 +141,5 @@ def test_a_weight_sync_brings_every_rank_its_part(world: World, transport: str, 
         whole = [torch.cat(parts, shards[name].dim)] if name in shards else parts
         assert all(torch.equal(part.view(torch.uint8), tensor.view(torch.uint8)) for part in whole), name
     responses = world.two.generate(prompts(), SEEDS, SamplingConfig(max_tokens=16))
-    assert responses[0][0].version == version + 2
+    assert set(responses[0][0].versions) == {version + 2}
     assert_scores_are_near(world, responses)

@@ -61,7 +61,7 @@ def sequences() -> Sequences:
     positions = torch.arange(9)
     mask = (positions >= 2) & (positions < lengths[:, None])
     logp = -3 + torch.rand(tokens.shape, generator=generator)
-    return Sequences(tokens, lengths, mask, logp)
+    return Sequences(tokens, lengths, mask, logp, torch.where(mask, 1, -1).int())
 
 
 def batch(of: Sequences) -> TrainBatch:

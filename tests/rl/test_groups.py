@@ -85,10 +85,23 @@ def test_a_first_round_that_is_wholly_valid_is_kept():
     assert (names(groups.kept), groups.missing) == ("ab", 0)
 
 
-def test_surplus_of_the_last_round_is_dropped_and_counted():
+def test_surplus_of_the_last_round_is_set_apart():
     groups = buffer(needed=2)
     groups.add([mixed("a"), group("b", 0, 0), mixed("c"), mixed("d"), group("e", 1, 1), mixed("f")])
-    assert (names(groups.kept), groups.surplus) == ("ac", 2)
+    assert (names(groups.kept), names(groups.surplus)) == ("ac", "df")
+
+
+@pytest.mark.parametrize(
+    ("waited", "kept", "surplus"), [("a", "ac", "d"), ("ab", "ab", "cd"), ("abe", "ab", "ecd")]
+)
+def test_groups_that_waited_come_first_and_a_round_is_taken_all_the_same(waited, kept, surplus):
+    before = [mixed(name) for name in waited]
+    groups = buffer(needed=2, kept=before[:2], surplus=before[2:])
+    groups.add([mixed("c"), group("x", 0, 0), mixed("d")])
+    assert (names(groups.kept), names(groups.surplus)) == (kept, surplus)
+    assert groups.metrics()["groups/drawn"] == 3
+    with pytest.raises(ValueError, match="another round is not needed"):
+        groups.add([mixed("f")])
 
 
 def test_without_dynamic_sampling_only_failures_are_dropped():
@@ -174,7 +187,7 @@ def test_counts_add_up_and_a_restored_buffer_goes_on_alike(rounds, needed, dynam
                 assert each.rounds == 4
         assert asdict(groups) == asdict(restored)
     dropped = groups.solved + groups.unsolved + groups.failed
-    assert groups.drawn == number == len(groups.kept) + dropped + groups.surplus
+    assert groups.drawn == number == len(groups.kept) + dropped + len(groups.surplus)
     assert len(groups.kept) <= needed
     assert [g.name for g in groups.kept] == sorted(g.name for g in groups.kept)
 

@@ -20,13 +20,15 @@ from kernels.routing import NO_ROUTE
 from learner.batch import TrainBatch
 from learner.config import CriticConfig, KLConfig, ObjectiveConfig
 from rl.checkpoint import CheckpointStore
+from rl.collect import collect
 from rl.config.algorithm import AdvantageConfig, AlgorithmConfig, GapLimitConfig, ShapingConfig
 from rl.config.scoring import EvaluationConfig
 from rl.gap_limit import GapLimitExceeded, GapWatch
 from rl.groups import TooFewGroups
 from rl.job import Job
-from rl.loop import Progress, collect, iterate, run_iterations
+from rl.loop import Progress, iterate, run_iterations
 from rl.metrics import METRICS
+from rl.partial import Backlog, PartialGroup
 from rl.pipeline import Serial, StaleRollouts
 from rl.records.history import read_history
 from rl.records.logger import RunLogger
@@ -34,6 +36,7 @@ from rl.records.view import RunView
 from rl.rollout import Group, Sequences
 from rl.run_folder import RunFolder
 from sampler.config import SamplingConfig
+from sampler.engine import Completion
 from tests.rl.rollouts import PROMPT, group, rollout
 
 STAGES: Any = lambda name: nullcontext()  # noqa: E731
@@ -88,26 +91,38 @@ class FakeJob:
         )
         self.outcomes = outcomes
         self.rounds: list[int] = []
+        self.version = 1
         self.engines = SimpleNamespace(
             learner=FakeLearner(0.1),
             reference=FakeLearner(-0.3) if algorithm.needs_reference else None,
             critic=FakeCritic() if algorithm.objective.critic is not None else None,
-            weight_sync=SimpleNamespace(sync=lambda version: {}, rest=lambda: None),
+            weight_sync=SimpleNamespace(sync=self.sync, rest=lambda: None),
             memory=lambda: {"memory/driver": 1.0},
             work=lambda sequences: {"tokens/learner": int(sequences.lengths.sum())},
             hardware=SimpleNamespace(usage=lambda metrics: {}),
         )
 
-    def generate(self, prompts: list[int], samples: int, purpose: str, sampling: SamplingConfig) -> list[int]:
-        algorithm = self.config.algorithm
-        assert samples == algorithm.group_size and sampling == algorithm.rollout_sampling
-        self.routed = sampling.return_routes
-        self.rounds.append(len(prompts))
-        return prompts
+    def sync(self, version: int) -> dict[str, float]:
+        self.version = version
+        return {}
 
-    def score(self, prompts: list[int], responses: list[int]) -> list[Group]:
+    def write_on(self, groups: list[PartialGroup]) -> list[PartialGroup]:
+        self.routed = self.config.algorithm.rollout_sampling.return_routes
+        self.rounds.append(len(groups))
+        return [
+            PartialGroup(begun.prompt, tuple(rollout(*one).completion for one in self.outcomes[begun.prompt]))
+            for begun in groups
+        ]
+
+    def score(self, prompts: list[int], responses: list[tuple[Completion, ...]]) -> list[Group]:
         groups = [
-            group(*(rollout(value, length, logp=-1.0 - n) for value, length in self.outcomes[n]), position=n)
+            group(
+                *(
+                    rollout(value, length, logp=-1.0 - n, version=self.version)
+                    for value, length in self.outcomes[n]
+                ),
+                position=n,
+            )
             for n in prompts
         ]
         return [with_routes(g) for g in groups] if self.routed else groups
@@ -152,14 +167,14 @@ def test_dynamic_sampling_judges_raw_outcomes():
     """All right, but of different lengths: the overlong penalty would make this group look mixed."""
     outcomes = [(RIGHT, LONG), MIXED, MIXED, MIXED]
     job = job_of(outcomes, shaping=ShapingConfig(overlong_buffer=4))
-    batch = collect(job, 0, STAGES)
+    batch = collect(job, 0, Backlog(), STAGES)
     assert [g.prompt.position for g in batch.groups] == [1, 2]
     assert batch.metrics["groups/dropped_constant"] == 1
 
 
 def test_a_round_may_draw_more_prompts_than_an_iteration_needs():
     job = job_of([MIXED, SOLVED, SOLVED, SOLVED, MIXED], prompts_per_round=5)
-    batch = collect(job, 0, STAGES)
+    batch = collect(job, 0, Backlog(), STAGES)
     assert job.rounds == [5] and batch.position == 5
     assert batch.metrics["groups/kept"] == 2
 
@@ -167,7 +182,7 @@ def test_a_round_may_draw_more_prompts_than_an_iteration_needs():
 def test_rounds_are_bounded_and_the_error_names_kept_and_needed_groups():
     job = job_of([MIXED] + [SOLVED] * 5)
     with pytest.raises(TooFewGroups, match="1 groups kept, 2 needed, after 3 rounds"):
-        collect(job, 0, STAGES)
+        collect(job, 0, Backlog(), STAGES)
     assert job.rounds == [2, 2, 2]
 
 
@@ -212,7 +227,7 @@ def test_critic_and_policy_learn_from_the_same_mini_batches():
 
 def test_the_critic_alone_learns_in_its_warm_up_iterations():
     objective = ObjectiveConfig(critic=CriticConfig(warmup_iterations=2))
-    job = job_of([MIXED] * 6, **WITH_CRITIC, objective=objective, max_staleness=2)
+    job = job_of([MIXED] * 6, **WITH_CRITIC, objective=objective)
     progress, learned = Progress(), []
     for _ in range(3):
         progress, metrics = iterate(job, Serial(partial(collect, job)), progress, STAGES)
@@ -235,7 +250,7 @@ def test_a_run_with_nothing_left_to_learn_ends_with_an_evaluation_and_may_be_res
     job.checkpoints = CheckpointStore(folder.checkpoints, 1)
     job.answer_benchmarks = lambda: {}
     job.record = partial(Job.record, job)
-    job.save = lambda step, state, ahead=None: job.checkpoints.save(step, lambda folder: None, state)
+    job.save = lambda step, state, *_, **__: job.checkpoints.save(step, lambda folder: None, state)
     job.watch = lambda step, metrics, save: None
     progress = Progress()
     with RunLogger(folder) as job.logger, patch("rl.loop.evaluate", lambda job: {"held_out/reward": 1.0}):
@@ -253,7 +268,7 @@ def test_a_run_with_nothing_left_to_learn_ends_with_an_evaluation_and_may_be_res
 def test_a_gap_beyond_its_bounds_ends_the_run_with_a_checkpoint_and_again_when_it_is_resumed(tmp_path: Path):
     """The fake learner is 0.1 nats from the sampler, always."""
     limit = GapLimitConfig(p99=0.05, times=2, within=3, action="halt")
-    job = job_of([MIXED] * 20, gap_limit=limit, max_staleness=9)
+    job = job_of([MIXED] * 20, gap_limit=limit)
     folder = RunFolder.create(tmp_path, "gap", "")
     job.config.run = SimpleNamespace(iterations=5, checkpoint_every=5)
     job.config.evaluation = EvaluationConfig(every=10)
@@ -261,7 +276,7 @@ def test_a_gap_beyond_its_bounds_ends_the_run_with_a_checkpoint_and_again_when_i
     job.checkpoints = CheckpointStore(folder.checkpoints, 2)
     job.answer_benchmarks = lambda: {}
     job.record, job.watch = partial(Job.record, job), partial(Job.watch, job)
-    job.save = lambda step, state, ahead=None: job.checkpoints.save(step, lambda folder: None, state)
+    job.save = lambda step, state, *_, **__: job.checkpoints.save(step, lambda folder: None, state)
     progress = Progress()
     for ends_at in (2, 3):
         job.gap_watch = GapWatch(limit, read_history(folder.metrics))

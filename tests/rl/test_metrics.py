@@ -127,6 +127,7 @@ def test_the_table_has_what_the_run_computes() -> None:
     correction = correct(logp, logp, mask, objective.correction).statistics()
     names = {f"policy/{name}" for name in policy} | {f"correction/{name}" for name in correction}
     names |= gap_statistics(logp[0], logp[1], objective).keys() | {
+        "gap/older_abs_mean",
         "gap/outside_nucleus",
         "gap/route_mismatch",
     }

@@ -12,6 +12,7 @@ import pytest
 from rl.data.prompts import Prompt
 from rl.groups import AllSolved
 from rl.metrics import METRICS
+from rl.partial import Backlog
 from rl.pipeline import OneStepOff, RolloutBatch, Serial, StaleRollouts, open_pipeline, staleness
 from rl.rewards.score import Score
 from rl.rollout import Group, Rollout
@@ -32,7 +33,7 @@ class Sampler:
         self.may_go_on.set()
         self.fails: Exception | None = None
 
-    def collect(self, position: int, stages: Stages) -> RolloutBatch:
+    def collect(self, position: int, backlog: Backlog, stages: Stages) -> RolloutBatch:
         with stages("generate"):
             version = self.version
             if position:
@@ -50,7 +51,9 @@ class Sampler:
 
 def written_by(version: int, position: int = 0, length: int = 3) -> Group:
     one = rollout(1.0, length=length)
-    return group(replace(one, completion=replace(one.completion, version=version)), position=position)
+    return group(
+        replace(one, completion=replace(one.completion, versions=(version,) * length)), position=position
+    )
 
 
 def stages() -> Stages:
@@ -66,7 +69,7 @@ def run(
         for _ in range(iterations):
             batch = pipeline.take(position, stages())
             [own] = batch.groups
-            found.append((own.prompt.position, sampler.version - own.rollouts[0].completion.version))
+            found.append((own.prompt.position, sampler.version - own.rollouts[0].completion.versions[0]))
             position = batch.position
             pipeline.settle(stages())
             sampler.version += 1
@@ -145,7 +148,7 @@ def test_a_resumed_run_learns_from_the_same_responses(tmp_path: Path):
         with OneStepOff(resumed.collect, 4 - iteration, ahead) as pipeline:
             batch = pipeline.take(position, stages())
             [own] = batch.groups
-            found.append((own.prompt.position, resumed.version - own.rollouts[0].completion.version))
+            found.append((own.prompt.position, resumed.version - own.rollouts[0].completion.versions[0]))
             pipeline.settle(stages())
             position = batch.position
             if pipeline.ahead is not None:
@@ -166,7 +169,9 @@ def test_stored_rollouts_come_back_as_they_were(tmp_path: Path, routed: bool):
         one = rollout(0.0, length=length).completion
         logp = tuple(np.log(generator.random(length, np.float32)).tolist())
         routes = generator.integers(0, 8, (2 + length, 3, 2)).astype(np.int16) if routed else None
-        return Rollout(replace(one, logp=logp, finish_reason=reason, version=7, routes=routes), score)
+        return Rollout(
+            replace(one, logp=logp, finish_reason=reason, versions=tuple(range(length)), routes=routes), score
+        )
 
     batch = RolloutBatch(
         [
@@ -191,7 +196,12 @@ def test_stored_rollouts_come_back_as_they_were(tmp_path: Path, routed: bool):
 
 def test_staleness_counts_tokens():
     statistics = staleness([written_by(5, length=1), written_by(4, length=3)], 5, 1)
-    assert statistics == {"staleness/mean": 0.75, "staleness/max": 1, "version/weights": 4}
+    assert statistics == {
+        "staleness/mean": 0.75,
+        "staleness/max": 1,
+        "staleness/older_tokens": 0.75,
+        "version/weights": 4,
+    }
     assert statistics.keys() <= METRICS.keys()
 
 

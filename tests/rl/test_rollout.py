@@ -14,7 +14,7 @@ from sampler.engine import Completion
 
 def group(prompt: tuple[int, ...], *responses: tuple[tuple[int, ...], Score, str]) -> Group:
     rollouts = [
-        Rollout(Completion(tokens, tuple(-0.5 * t for t in tokens), reason, 1), score)
+        Rollout(Completion(tokens, tuple(-0.5 * t for t in tokens), reason, (1,) * len(tokens)), score)
         for tokens, score, reason in responses
     ]
     return Group(Prompt(0, Problem("p", "q", "a", "s"), prompt), tuple(rollouts))

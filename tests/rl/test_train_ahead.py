@@ -1,4 +1,6 @@
-"""The main job with all that a learner can have: critic and reference, routes replayed, rollouts drawn ahead."""
+"""The main job with all that a learner can have: critic and reference, routes replayed, rollouts drawn ahead and in
+parts.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ pytestmark = pytest.mark.slow
 
 
 def test_critic_reference_and_rollouts_drawn_ahead_outlive_a_kill(tmp_path: Path):
-    """PPO with both, one step off, the sampler's experts replayed; in the first iteration the critic learns alone."""
+    """PPO with both, one step off, the sampler's experts replayed, responses in two parts; in the first iteration the
+    critic learns alone.
+    """
     settings = (
         "model.warm_start.steps=0",
         "reward.function=tests.rl.custom_rewards:even_length",
@@ -29,13 +33,23 @@ def test_critic_reference_and_rollouts_drawn_ahead_outlive_a_kill(tmp_path: Path
         "algorithm.objective.critic.warmup_iterations=1",
         "algorithm.pipeline=one_step_off",
         "algorithm.routing_replay=r3",
+        "algorithm.partial_rollouts.token_budget=4",
+        "algorithm.prompts_per_round=12",
+        "algorithm.max_staleness=4",
     )
     finish(start(tmp_path, "run.name=ahead", *settings), tmp_path)
     whole = run_folder(tmp_path, "ahead")
     history = read_history(whole / "metrics.jsonl")
     iterations = [history[step] for step in range(1, ITERATIONS + 1)]
-    assert [metrics["staleness/max"] for metrics in iterations] == [0, 1, 1, 1]
-    assert [metrics["version/weights"] for metrics in iterations] == [1, 1, 2, 3]
+    ages = [metrics["staleness/max"] for metrics in iterations]
+    assert ages[0] == 0 and 1 < max(ages) <= 4 and min(ages[1:]) >= 1
+    assert [metrics["version/weights"] + age for metrics, age in zip(iterations, ages, strict=True)] == [
+        1,
+        2,
+        3,
+        4,
+    ]
+    assert any(metrics["partial/continued"] for metrics in iterations)
     assert all(0 <= metrics["gap/route_mismatch"] < 0.5 for metrics in iterations)
     assert ["policy/loss" in metrics for metrics in iterations] == [False, True, True, True]
     assert all("critic/loss" in metrics for metrics in iterations)

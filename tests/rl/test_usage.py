@@ -68,6 +68,15 @@ def test_decoding_that_reads_all_experts_in_every_step_is_bound_from_below():
     assert share > 2000 * 2 * 1.2e9 / 10 / 4.8e12
 
 
+def test_parts_of_responses_take_as_many_steps_as_their_rounds():
+    """Four rounds of 250 tokens: 1,000 steps of twenty sequences, as if the longest response had 1,000 tokens."""
+    parts = {"groups/rounds": 4.0, "partial/token_budget": 250.0}
+    found, expected = (HARDWARE.usage(iteration() | own) for own in (parts, {"response/length_max": 1000.0}))
+    assert found["usage/decode_bandwidth"] == expected["usage/decode_bandwidth"]
+    many = parts | {"groups/rounds": 99.0}
+    assert HARDWARE.usage(iteration() | many) == HARDWARE.usage(iteration())
+
+
 def test_an_unknown_device_has_rates_and_no_shares():
     found = replace(HARDWARE, learner=None, sampler=None).usage(iteration())
     assert found.keys() == {"rate/generate", "rate/score", "rate/update"}

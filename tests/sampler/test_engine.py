@@ -100,6 +100,12 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     ({"prompts": [[1, VOCAB]], "seeds": [[0]]}, rf"prompts\[0\] holds token ids outside \[0, {VOCAB}\)"),
     ({"prompts": [[1]], "seeds": []}, r"1 prompts need as many lists of seeds, got 0"),
+    ({"prompts": [[1]], "seeds": [[0]], "limits": []}, r"1 prompts need .* and limits, got 0"),
+    ({"prompts": [[1]], "seeds": [[0]], "limits": [0]}, r"limits must be at least 1, got 0"),
+    (
+        {"prompts": [[1] * 94], "seeds": [[0]], "limits": [3]},
+        r"prompts\[0\] has 94 tokens, must have 1 to 93",
+    ),
     ({"prompts": [[1]], "seeds": [[-1]]}, r"seeds must lie in"),
     ({"prompts": [[1]], "seeds": [[2**63]]}, r"seeds must lie in"),
 ]

@@ -35,7 +35,7 @@ def test_new_weights_and_the_old_ones_again(start_sampler: StartSampler, model_f
 
     assert update(sampler, new) == fast_digests(new)
     after = respond(sampler)
-    assert {completion.version for own in after for completion in own} == {1}
+    assert {version for own in after for completion in own for version in completion.versions} == {1}
     model = AutoModelForCausalLM.from_pretrained(model_folder(family, 1)).eval()
     assert gap(after, reference_logp(model, prompts(), after)).max() < 2e-5
 

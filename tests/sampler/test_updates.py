@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -14,6 +15,10 @@ from kernels.digest import fast_digests
 from kernels.experts import ExpertWeights, StoredLayout, derived_name, wire_name
 from kernels.precision_map import PrecisionMap
 from kernels.reference import prepare
+from kernels.routing import NO_ROUTE
+from rl.data.problem import Problem
+from rl.data.prompts import Prompt
+from rl.partial import PartialGroup, begin, grown, joined, requests
 from rl.sync.codecs.base import live_bytes, whole
 from rl.sync.protocol import Announcement, Chunk, RefusedError, make_chunk, manifest_of
 from rl.sync.receiver import Receiver
@@ -31,6 +36,7 @@ from tests.sampler.conftest import (
 from tests.sampler.wire import wire_tensors
 
 SAMPLING = SamplingConfig(max_tokens=8)
+PARTS = SamplingConfig(max_tokens=12, temperature=0.9, stop_token_ids=(5, 11))
 GATE = "model.layers.1.mlp.gate.weight"
 CODES = "model.layers.0.experts.w13.codes"
 Tensors = dict[str, torch.Tensor]
@@ -97,7 +103,7 @@ def test_update_there_and_back(
 
     assert update(sampler, new) == expected_digests(new, sampler.precision_map)
     after = respond(sampler)
-    assert {c.version for own in after for c in own} == {version + 1}
+    assert {written_by for own in after for c in own for written_by in c.versions} == {version + 1}
     started = start_sampler(model_folder(family, 1), sampler.precision_map)
     assert respond(started) == with_version(after, 0)
     if spec == "fp32":
@@ -120,7 +126,75 @@ def addresses(sampler: Sampler) -> dict[str, int]:
 
 
 def with_version(responses: list[list[Completion]], version: int) -> list[list[Completion]]:
-    return [[replace(completion, version=version) for completion in own] for own in responses]
+    return [[replace(c, versions=(version,) * len(c.versions)) for c in own] for own in responses]
+
+
+def write_on(sampler: Sampler, groups: list[PartialGroup], samplers: int = 1) -> list[PartialGroup]:
+    """Every unfinished response by up to 5 tokens, in as many calls as there would be samplers."""
+    asked = requests(groups, lambda position, k: 100 * position + k, PARTS.max_tokens, 5)
+    answers: list[list[Completion]] = [[] for _ in asked]
+    for one in range(samplers):
+        share = asked[one::samplers]
+        arguments = [r.tokens for r in share], [r.seeds for r in share], PARTS, [r.limit for r in share]
+        answers[one::samplers] = sampler.generate(*arguments)
+    return grown(groups, itertools.chain.from_iterable(answers), PARTS.max_tokens)
+
+
+@pytest.mark.parametrize(("spec", "bound"), [("fp32", 2e-5), ("strict", 0.0)])
+def test_responses_that_other_weights_go_on_with(
+    spec: str, bound: float, sampler_for: MakeSampler, model_folder: MakeModel
+) -> None:
+    """Three parts, the second by another model. After each, `score` of all that is written: it is the log-probability
+    of the tokens by the weights that are there, and of no other tokens.
+    """
+    sampler = sampler_for("qwen3_moe", spec)
+    tensors = [wire_tensors(model_folder("qwen3_moe", seed), sampler.precision_map) for seed in (0, 1)]
+    first = sampler.version
+    problem = Problem("p", "q", "a", "s")
+    groups = [begin(Prompt(n, problem, tuple(own)), 2) for n, own in enumerate(prompts())]
+    for part in range(3):
+        if part:
+            update(sampler, tensors[part % 2])
+        begun, groups = groups, write_on(sampler, groups)
+        if spec == "strict":
+            assert write_on(sampler, begun, samplers=3) == groups
+        rows = [(group.prompt.token_ids, own) for group in groups for own in group.completions]
+        scores = sampler.score(
+            [[*prompt, *own.token_ids] for prompt, own in rows],
+            [len(prompt) for prompt, _ in rows],
+            PARTS.temperature,
+        )
+        written = torch.tensor([value for _, own in rows for value in own.logp])
+        distance = (written - torch.tensor([value for own in scores for value in own])).abs()
+        versions = torch.tensor([version for _, own in rows for version in own.versions])
+        assert versions.unique().tolist() == [first + n for n in range(part + 1)]
+        same = (versions - first) % 2 == part % 2
+        assert distance[same].max() <= bound
+        assert not part or distance[~same].median() > 0.01
+    assert {len(own.token_ids) for _, own in rows} > {12}  # all of it, and some that met a stop token
+    for _, own in rows:
+        assert own.finish_reason == ("stop" if own.token_ids[-1] in PARTS.stop_token_ids else "length")
+
+
+def test_experts_of_a_response_that_other_weights_go_on_with(
+    sampler_for: MakeSampler, model_folder: MakeModel
+) -> None:
+    """Each row is that of a fresh prefill of the sequence by the weights that wrote the token behind it."""
+    sampler = sampler_for("qwen3_moe", "fp32")
+    tensors = [wire_tensors(model_folder("qwen3_moe", seed), sampler.precision_map) for seed in (0, 1)]
+    prompt, sampling = prompts()[3], replace(PARTS, return_routes=True, stop_token_ids=())
+    [[part]] = sampler.generate([prompt], [[1]], sampling, [5])
+    update(sampler, tensors[1])
+    [[rest]] = sampler.generate([[*prompt, *part.token_ids]], [[2]], sampling, [4])
+    whole = joined(part, rest, 9)
+    sequence, cut = [*prompt, *whole.token_ids], len(prompt) + 5 - 1
+    [[later]] = sampler.generate([sequence], [[3]], sampling, [1])
+    update(sampler, tensors[0])
+    [[earlier]] = sampler.generate([sequence], [[3]], sampling, [1])
+    expected = np.concatenate([earlier.routes[:cut], later.routes[cut : len(sequence) - 1]])
+    assert np.array_equal(whole.routes[:-1], expected)
+    assert (whole.routes[-1] == NO_ROUTE).all()
+    assert not np.array_equal(earlier.routes[: len(sequence) - 1], later.routes[: len(sequence) - 1])
 
 
 def test_nothing_runs_while_an_update_is_open(sampler_for: MakeSampler, model_folder: MakeModel) -> None:
