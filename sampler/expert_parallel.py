@@ -45,7 +45,8 @@ class SharedExperts:
         coefficients: float32 [T, k]; own_experts: by `kernels`. All ranks must come here with the same.
         """
         slots = self._own_slots(x, ids, coefficients, own_experts, kernels, spec)
-        return kernels.gather(self.add_up(slots), ids, coefficients, spec)
+        places = torch.arange(ids.numel(), device=ids.device).view(ids.shape)
+        return kernels.collect(self.add_up(slots), places, ids, coefficients, spec)
 
     def _own_slots(
         self,
