@@ -70,6 +70,7 @@ def test_a_sampler_never_starts_without_a_gpu(
     [
         (COLOCATED, 8),
         ([*SEPARATE, "cluster.gpus_per_node=4", "learner.data_parallel=2", "run.samplers=2"], 4),
+        ([*SEPARATE, "cluster.gpus_per_node=5", "run.samplers=2", "sampler.tensor_parallel=2"], 5),
         (["+recipe=h200_smollm2", "sync.transport=ray"], 1),
     ],
 )
