@@ -43,7 +43,7 @@ def start_vllm(model_dir: Path, precision_map: PrecisionMap | None, config: Samp
             raise ValueError(
                 f"SamplerConfig.device={config.device}, the vLLM that is installed runs on {found}"
             )
-        return LLM(
+        engine = LLM(
             model=str(model_dir),
             skip_tokenizer_init=True,
             generation_config="vllm",  # the folder's own would add stop tokens of its own
@@ -64,6 +64,9 @@ def start_vllm(model_dir: Path, precision_map: PrecisionMap | None, config: Samp
             **(_STRICT_ON_A_GPU if gpu and strict else {}),
             **_expert_settings(config, precision_map),
         )
+        if config.tensor_parallel > 1:
+            _close_broadcaster()
+        return engine
 
 
 def _speak_by_sockets() -> None:
@@ -75,6 +78,15 @@ def _speak_by_sockets() -> None:
     CpuCommunicator._all_group_ranks_share_shm_group_name = lambda _: (
         False
     )  # which has it take torch.distributed
+
+
+def _close_broadcaster() -> None:
+    """The queue by which one scheduler would tell the other processes what to do: here each has its own. Its shared
+    memory outlives a process that is killed.
+    """
+    from vllm.distributed import get_tp_group
+
+    get_tp_group().mq_broadcaster = None
 
 
 def _rank_settings(config: SamplerConfig) -> dict[str, Any]:
