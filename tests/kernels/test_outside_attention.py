@@ -52,11 +52,14 @@ def expected(
 
 
 def close(found: torch.Tensor, exact: torch.Tensor) -> None:
-    """Within the roundings of P and dS to the operands' type, which add up over the keys as independent errors do."""
-    unit, size = torch.finfo(found.dtype).eps, exact.square().mean().sqrt()
+    """Within the roundings of P and dS to the operands' type, which add up over the keys as independent errors do. A
+    computation in PyTorch with these roundings has errors of a third of a unit of the sizes, and of 17 units at most;
+    a wrong product has a hundred. What is exactly zero is so up to FP32's rounding.
+    """
+    unit, size = torch.finfo(found.dtype).eps, exact.square().mean().sqrt().clamp(min=1e-3)
     error = (found.cpu().double() - exact).abs()
     assert error.square().mean().sqrt() <= unit * size
-    assert bool((error <= unit * (exact.abs() + 8 * size)).all()), error.max()
+    assert bool((error <= unit * (exact.abs() + 32 * size)).all()), error.max()
 
 
 def computed(

@@ -39,8 +39,6 @@ def attention_gradient(
     tiles = tiles or tiling(q.shape[2])
     checked_tile(tiles.d_query, of_queries=True)
     checked_tile(tiles.d_key, of_queries=False)
-    if tiles.d_key.warps > 4 and tiles.d_key.stages > 2:
-        raise ValueError(f"the keys' kernel is wrong with three stages and eight warps, got {tiles.d_key}")
     if tiles.d_query.queries % tiles.d_key.queries:
         raise ValueError(f"blocks of queries must be a multiple of those of the keys' kernel, got {tiles}")
     if not len(q):
