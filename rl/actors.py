@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from kernels.precision_map import PrecisionMap
 from kernels.report import EngineReport
 from rl.cluster import LOG_VARIABLE
+from rl.placement import HOST, HOST_VARIABLE
 
 if TYPE_CHECKING:
     import torch
@@ -148,14 +149,15 @@ class LearnerActor(RankActor):
         self.sender = Sender(self.policy, precision_map, keep, layout, parts)
         self.outlet = open_outlet(transport)
 
-    def open_link(self, members: Sequence[Receiving], host: str, timeout_s: float) -> int:
-        """A new process group, to be joined at the port that is returned."""
+    def open_link(self, members: Sequence[Receiving], timeout_s: float) -> tuple[str, int]:
+        """A new process group, to be joined at the address and port that are returned."""
         from rl.sync.process_group import GroupOutlet
 
         self.outlet.close()
+        host = own_host()
         outlet = GroupOutlet(members, host, timeout_s, self.policy.device)
         self.outlet = outlet
-        return outlet.port
+        return host, outlet.port
 
     def join_link(self) -> None:
         from rl.sync.process_group import GroupOutlet
@@ -335,7 +337,7 @@ class SamplerActor(RankActor):
         from rl.sync.process_group import GroupInlet
 
         self.inlet.close()
-        self.inlet = GroupInlet(host, port, rank, size, timeout_s, self.device)
+        self.inlet = GroupInlet(host, port, rank, size, timeout_s, self.device, own_host())
 
     def expert_layout(self) -> StoredLayout:
         """How experts must come in a weight sync."""
@@ -390,6 +392,11 @@ class WeightSyncActor(Actor):
 
     def rejoin(self, index: int, sampler: Remote | Group) -> None:
         self.weight_sync.rejoin(index, sampler)
+
+
+def own_host() -> str:
+    """Where this process listens for those of the run's other nodes, if there are any (`rl.placement`)."""
+    return os.environ.get(HOST_VARIABLE, HOST)
 
 
 def device_name(device: torch.device) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -15,15 +16,15 @@ from textwrap import shorten
 from typing import Any, TypeVar
 
 from rl.errors import ClusterError
+from rl.placement import HERE, HOST, Node, Place
 
 Key = TypeVar("Key")
-HOST = "127.0.0.1"  # where everything listens
 LOG_VARIABLE = "MINITE_ACTOR_LOG"  # where an actor's output goes
 
+# Without this Ray replaces 127.0.0.1 by the machine's outward address and listens there.
+_LOOPBACK_ENVIRONMENT = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 _RAY_ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
-    # Without this Ray replaces 127.0.0.1 by the machine's outward address and listens there.
-    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_DEDUP_LOGS": "0",
     "RAY_worker_niceness": "0",  # the engines are the job, not a background task
@@ -48,7 +49,7 @@ def local_cluster(object_store_mib: int) -> Iterator[None]:
 
     Raises ClusterError when it does not start.
     """
-    os.environ.update(_RAY_ENVIRONMENT)
+    os.environ.update(_RAY_ENVIRONMENT | _LOOPBACK_ENVIRONMENT)
     import ray
 
     try:
@@ -108,23 +109,50 @@ def start_actor(
     threads: int,
     log: Path,
     *args: Any,
+    place: Place = HERE,
     environment: Mapping[str, str] | None = None,
 ) -> Remote:
     """Begin to start one Ray actor of the class `actor_class`; ``wait(actor.later.ready())`` waits until it is there.
 
     `threads` is the number of threads of its tensor operations; what it prints goes to the file `log`. `environment`:
-    variables beside those that all have.
+    variables beside those that all have, and those of its `place`.
     """
     import ray
 
-    environment = _ENGINE_ENVIRONMENT | {LOG_VARIABLE: str(log)} | dict(environment or {})
+    environment = {**_ENGINE_ENVIRONMENT, LOG_VARIABLE: str(log), **place.environment, **(environment or {})}
     if threads:
         environment["OMP_NUM_THREADS"] = str(threads)
     # The actors of a run take turns on the cores: Ray must not keep one waiting until a core is its own.
     # Ray keeps the name of an actor that died for a while, and its successor must not wait for that.
     unique = f"{name}-{uuid.uuid4().hex[:8]}"
-    options = {"name": unique, "num_cpus": 0, "max_restarts": 0, "runtime_env": {"env_vars": environment}}
-    return Remote(ray.remote(actor_class).options(**options).remote(*args))
+    options = {"name": unique, "max_restarts": 0, "runtime_env": {"env_vars": environment}}
+    return Remote(ray.remote(actor_class).options(**options, **_on(place.node)).remote(*args))
+
+
+def free_port(node: Node) -> int:
+    """One that nobody listens on at the node's address, found there. Raises OSError when it has not that address."""
+    import ray
+
+    if node.id is None:
+        return _free_port(node.address)
+    port: int = wait(ray.remote(_free_port).options(**_on(node)).remote(node.address))
+    return port
+
+
+def _free_port(address: str) -> int:
+    with socket.socket() as free:
+        free.bind((address, 0))
+        port: int = free.getsockname()[1]
+        return port
+
+
+def _on(node: Node) -> dict[str, Any]:
+    """Options of what Ray starts: there or nowhere, and no core of its own."""
+    if node.id is None:
+        return {"num_cpus": 0}
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    return {"num_cpus": 0, "scheduling_strategy": NodeAffinitySchedulingStrategy(node.id, soft=False)}
 
 
 def stop_actor(remote: Any) -> None:

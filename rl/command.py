@@ -8,7 +8,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
 from rl.compose import to_yaml
-from rl.errors import DiskFull, UserError
+from rl.errors import DiskFull, NodeLost, UserError
+
+TRY_AGAIN = 75  # EX_TEMPFAIL of sysexits.h: the same command may well work next time
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -34,8 +36,8 @@ def run_command(
 ) -> int:
     """`run` what `load` makes of the overrides, or print it with --show-config.
 
-    Returns the exit status: 0 done, 2 an error that the user can mend (one line on stderr), 130 interrupted
-    (`interrupted` says how to go on after that, and after a disk was full).
+    Returns the exit status: 0 done, 2 an error that the user can mend (one line on stderr), 75 a node lost, 130
+    interrupted (`interrupted` says how to go on after these two, and after a disk was full).
     """
     try:
         config = load(options.overrides)
@@ -46,6 +48,9 @@ def run_command(
     except DiskFull as error:
         print(f"error: {error}; make room, then {interrupted}", file=sys.stderr)
         return 2
+    except NodeLost as error:
+        print(f"error: {error}; {interrupted}", file=sys.stderr)
+        return TRY_AGAIN
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -13,13 +12,13 @@ from kernels.precision_map import PrecisionMap
 from kernels.report import EngineReport
 from rl.actors import CriticActor, LearnerActor, SamplerActor, WeightSyncActor, peak_memory_mib
 from rl.cluster import Remote, start_actor, stop_actor, wait
-from rl.config import Config
 from rl.devices import device_of
-from rl.errors import ConfigError
 from rl.expert_load import expert_load_by_layer
 from rl.fleet import Fleet
 from rl.group import Group, start_group, wait_until_ready
 from rl.models import cached_folder, folder_digest, model_architecture
+from rl.nodes import check_alive
+from rl.placement import Node, Place, learner_places, sampler_places
 from rl.plan import Plan
 from rl.records.view import RunView
 from rl.rollout import Sequences
@@ -28,7 +27,6 @@ from rl.usage import Hardware, expert_load
 from rl.warm_start import warm_start
 
 _LEARNER, _CRITIC = "learner", "critic"  # their folders in a checkpoint
-_VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 @dataclass(frozen=True)
@@ -93,25 +91,25 @@ class Engines:
             self.critic.restore(folder / _CRITIC)
 
 
-def start_engines(plan: Plan, folder: RunFolder, view: RunView) -> Engines:
-    """All engines that the configuration asks for, after a warm start where it asks for one."""
+def start_engines(plan: Plan, folder: RunFolder, view: RunView, nodes: Sequence[Node]) -> Engines:
+    """All engines that the configuration asks for, on `nodes`, after a warm start where it asks for one."""
     config = plan.config
-    model = _warm_model(plan, folder, view)
+    model = _warm_model(plan, folder, view, nodes)
     view.message("starting vLLM (sampler) and Megatron-core (learner)")
-    learner = _start_learner(plan, model, plan.learner_map, folder)
-    samplers = [_start_sampler(plan, model, folder, index) for index in range(config.run.samplers)]
+    learner = _start_learner(plan, model, plan.learner_map, folder, nodes)
+    samplers = [_start_sampler(plan, model, folder, nodes, index) for index in range(config.run.samplers)]
     wait_until_ready([learner, *samplers])
     sync_log = folder.path / "weight_sync.log"
-    weight_sync = start_actor(
-        WeightSyncActor, "weight_sync", 1, sync_log, learner, samplers, plan.sampler_map, config.sync
-    )
-    start = partial(_start_sampler, plan, model, folder)
+    beside = Place(learner_places(config, nodes)[0].node)
+    arguments = (learner, samplers, plan.sampler_map, config.sync)
+    weight_sync = start_actor(WeightSyncActor, "weight_sync", 1, sync_log, *arguments, place=beside)
+    start = partial(_start_sampler, plan, model, folder, nodes)
     sleeps = config.sampler.sleep != "off"
     reference = critic = None
     if config.algorithm.needs_reference:
-        reference = _start_learner(plan, model, plan.learner_map, folder, "reference")
+        reference = _start_learner(plan, model, plan.learner_map, folder, nodes, "reference")
     if config.algorithm.objective.critic is not None:
-        critic = _start_critic(plan, model, folder)
+        critic = _start_critic(plan, model, folder, nodes)
     wait_until_ready([engine for engine in (reference, critic) if engine is not None])
     trained = [engine for engine in (learner, reference, critic) if engine is not None]
     leaving = trained if config.learner.offload else []
@@ -133,46 +131,31 @@ def _hardware(plan: Plan, learner: Remote | Group, sampler: Remote | Group) -> H
 
 
 def _start_learner(
-    plan: Plan, model: Path, precision_map: PrecisionMap, folder: RunFolder, name: str = "learner"
+    plan: Plan,
+    model: Path,
+    precision_map: PrecisionMap,
+    folder: RunFolder,
+    nodes: Sequence[Node],
+    name: str = "learner",
 ) -> Remote | Group:
     config = plan.config
     arguments = (model, precision_map, config.learner, config.run.seed)
-    return start_group(LearnerActor, name, config.learner, folder.path, *arguments)
+    places = learner_places(config, nodes)
+    return start_group(LearnerActor, name, config.learner, folder.path, *arguments, places=places)
 
 
-def _start_sampler(plan: Plan, model: Path, folder: RunFolder, index: int) -> Remote | Group:
+def _start_sampler(
+    plan: Plan, model: Path, folder: RunFolder, nodes: Sequence[Node], index: int
+) -> Remote | Group:
     config = plan.config
     name = f"sampler_{index}" if index else "sampler"
     arguments = (model, plan.sampler_map, config.sampler, config.sync.transport)
-    environment = sampler_environment(config, index)
-    return start_group(SamplerActor, name, config.sampler, folder.path, *arguments, environment=environment)
+    places = sampler_places(config, nodes, index)
+    check_alive([places[0].node])  # what is started for one that died would wait for the node's return
+    return start_group(SamplerActor, name, config.sampler, folder.path, *arguments, places=places)
 
 
-def sampler_environment(config: Config, index: int) -> dict[str, str]:
-    """The GPUs that the processes of sampler `index` see, of which each takes that of its rank; counted among those
-    that this process sees. Several samplers have GPUs of their own each: with `cluster.placement=separate` those behind
-    the GPUs of the learner's ranks, else the first. One that shares the learner's GPUs sees them all, and takes the
-    first.
-
-    Raises ConfigError where this process sees fewer.
-    """
-    separate = config.cluster.placement == "separate"
-    if not config.cluster.gpus or not (separate or config.run.samplers > 1):
-        return {}
-    each = config.sampler.tensor_parallel
-    first = (config.learner.processes if separate else 0) + index * each
-    visible = os.environ.get(_VISIBLE)
-    all_of_them = ",".join(str(gpu) for gpu in range(first + each))
-    known = [gpu for gpu in (all_of_them if visible is None else visible).split(",") if gpu]
-    if len(known) < first + each:
-        raise ConfigError(
-            f"{_VISIBLE}={visible}: {len(known)} GPUs; with cluster.placement={config.cluster.placement} samplers 0 to"
-            f" {index} of run.samplers={config.run.samplers} need {first + each}"
-        )
-    return {_VISIBLE: ",".join(known[first : first + each])}
-
-
-def _start_critic(plan: Plan, model: Path, folder: RunFolder) -> Remote | Group:
+def _start_critic(plan: Plan, model: Path, folder: RunFolder, nodes: Sequence[Node]) -> Remote | Group:
     config = plan.config
     arguments = (
         model,
@@ -181,17 +164,18 @@ def _start_critic(plan: Plan, model: Path, folder: RunFolder) -> Remote | Group:
         config.algorithm.objective.critic,
         config.run.seed,
     )
-    return start_group(CriticActor, "critic", config.learner, folder.path, *arguments)
+    places = learner_places(config, nodes)
+    return start_group(CriticActor, "critic", config.learner, folder.path, *arguments, places=places)
 
 
-def _warm_model(plan: Plan, folder: RunFolder, view: RunView) -> Path:
+def _warm_model(plan: Plan, folder: RunFolder, view: RunView, nodes: Sequence[Node]) -> Path:
     """The folder to start from: the initial policy, or what a supervised start made of it (cached by content).
 
     The supervised start runs under `bf16`, as models are pretrained before they are trained in 4 bits.
     """
     config, settings = plan.config, plan.config.model.warm_start
     if not settings.steps:
-        return plan.model
+        return plan.model.absolute()  # actors on other nodes may work in another folder
 
     def progress(step: int, loss: float) -> None:
         view.stage(f"warm start {step}/{settings.steps}")
@@ -201,7 +185,7 @@ def _warm_model(plan: Plan, folder: RunFolder, view: RunView) -> Path:
     precision_map = PrecisionMap.resolve(len(plan.learner_map.layers), named_spec("bf16"))
 
     def make(out: Path) -> None:
-        learner = _start_learner(plan, plan.model, precision_map, folder)
+        learner = _start_learner(plan, plan.model.absolute(), precision_map, folder, nodes)
         warm_start(learner, plan.task.demonstrations, settings, progress)
         learner.save_hf(out)
         stop_actor(learner)
@@ -215,4 +199,4 @@ def _warm_model(plan: Plan, folder: RunFolder, view: RunView) -> Path:
         "precision_map": precision_map.fingerprint,
         "learner": [learner.dtype, learner.betas, learner.eps, learner.weight_decay, learner.grad_clip],
     }
-    return cached_folder(Path(config.run.cache_dir), "warm", key, make)
+    return cached_folder(Path(config.run.cache_dir).absolute(), "warm", key, make)

@@ -16,7 +16,11 @@ class DataError(UserError):
 
 
 class ClusterError(UserError):
-    """Ray did not start on this machine."""
+    """Ray did not start on this machine, or cannot give what a run needs."""
+
+
+class NodeLost(UserError):
+    """A node of the cluster died while the run was on it; the run can go on from its last checkpoint."""
 
 
 class DiskFull(UserError):

@@ -11,23 +11,24 @@ else on rank 0 alone.
 
 from __future__ import annotations
 
-import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from learner.errors import OtherRankFailed
-from rl.cluster import HOST, ActorDied, Remote, start_actor, wait
+from rl.cluster import ActorDied, Remote, free_port, start_actor, wait
+from rl.placement import Place
 
 _PATIENCE_S = 20.0  # after an error on one rank, for that on which it rests
 _DEATH_S = 5.0  # after an error on one rank, for word of the death of another
 
 
 class Processes(Protocol):
-    """threads: of each process."""
+    """Of a configuration: how many processes share the model, and threads of the tensor operations of each."""
 
     @property
     def processes(self) -> int: ...
+
     @property
     def threads(self) -> int: ...
 
@@ -38,23 +39,38 @@ def start_group(
     config: Processes,
     folder: Path,
     *args: Any,
-    environment: Mapping[str, str] | None = None,
+    places: Sequence[Place] = (),
 ) -> Remote | Group:
     """Begin to start the processes that `config` asks for; with one process, a plain actor. Logs go to `folder`.
-    environment: variables of all of them, beside those that every actor has.
+
+    places: by rank; without any all are on this machine, and see all its GPUs. Rank 0's node is where they meet. Raises
+    OSError when that has no free port.
     """
+    places = places or [Place(local_rank=rank) for rank in range(config.processes)]
+    first = places[0].node
     if config.processes == 1:
         log = folder / f"{name}.log"
-        return start_actor(actor_class, name, config.threads, log, *args, environment=environment)
-    common = {"WORLD_SIZE": str(config.processes), "MASTER_ADDR": HOST, "MASTER_PORT": str(_free_port())}
-    common["GLOO_SOCKET_IFNAME"] = "lo"  # all are on this machine, and nobody else may join
-    common |= dict(environment or {})
+        return start_actor(actor_class, name, config.threads, log, *args, place=places[0])
+    meeting = {"MASTER_ADDR": first.address, "MASTER_PORT": str(free_port(first))}
     members = []
-    for rank in range(config.processes):
+    for rank, place in enumerate(places):
         own = f"{name}.{rank}" if rank else name
-        variables = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-        log = folder / f"{own}.log"
-        members.append(start_actor(actor_class, own, config.threads, log, *args, environment=variables))
+        environment = {
+            "WORLD_SIZE": str(config.processes),
+            "RANK": str(rank),
+            "LOCAL_RANK": str(place.local_rank),
+        }
+        members.append(
+            start_actor(
+                actor_class,
+                own,
+                config.threads,
+                folder / f"{own}.log",
+                *args,
+                place=place,
+                environment=meeting | environment,
+            )
+        )
     return Group(
         members, frozenset(n for n in dir(actor_class) if hasattr(getattr(actor_class, n), "collective"))
     )
@@ -172,10 +188,3 @@ def _raise_death(members: Sequence[Remote]) -> None:
         if not done:
             return
         wait(done[0])
-
-
-def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind((HOST, 0))
-        port: int = free.getsockname()[1]
-        return port

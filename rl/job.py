@@ -23,8 +23,10 @@ from rl.errors import DiskFull
 from rl.evaluation.during_training import benchmark_metrics
 from rl.evaluation.exams import Exam
 from rl.gap_limit import GapLimitExceeded, GapWatch
+from rl.nodes import open_nodes, watched
 from rl.partial import NOTHING, Backlog, PartialGroup, Request, grown, requests
 from rl.pipeline import RolloutBatch
+from rl.placement import described
 from rl.plan import DATA, Plan
 from rl.records.history import read_history
 from rl.records.logger import RunLogger
@@ -194,7 +196,11 @@ def open_job(plan: Plan) -> Iterator[Job]:
         )
         stack.enter_context(rewards)
         stack.enter_context(open_cluster(config.cluster.ray_address, config.run.object_store_mib))
-        engines = start_engines(plan, folder, view)
+        nodes = open_nodes(config, folder.path, plan.model)
+        if len(nodes) > 1:
+            _say(view, described(config, [f"node {node.address}" for node in nodes]))
+        stack.enter_context(watched(nodes))
+        engines = start_engines(plan, folder, view, nodes)
         checkpoints = CheckpointStore(folder.checkpoints, config.run.keep_checkpoints)
         restored, ahead, backlog = _restore(checkpoint, engines, plan.task)
         job = Job(

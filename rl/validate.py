@@ -16,6 +16,7 @@ from learner.layout import Layout
 from rl.config import Config
 from rl.config.model import SpecConfig
 from rl.errors import ConfigError
+from rl.placement import spread_problems
 from sampler.model_check import rank_problems
 
 
@@ -58,6 +59,12 @@ def check_placement(config: Config) -> None:
     is there (`cluster.ray_address`) are not counted: they may be another machine's.
     """
     problems = list(transport_problems(config))
+    nodes = config.cluster.nodes
+    if nodes > 1 and config.cluster.ray_address == "local":
+        problems.append(
+            f"cluster.nodes={nodes}: a Ray of the run's own (cluster.ray_address=local) has one node; auto or HOST:PORT"
+            " joins one that is there"
+        )
     needed, there = gpus_needed(config), torch.cuda.device_count()
     if needed > there and config.cluster.ray_address == "local":
         problems.append(
@@ -81,11 +88,14 @@ def transport_problems(config: Config) -> Iterator[str]:
     """Ways of the weight sync that the placement of the engines rules out."""
     cluster, transport = config.cluster, config.sync.transport
     separate = cluster.placement == "separate"
-    if transport == "cuda_ipc" and (cluster.gpus > 1 or separate or config.learner.processes > 1):
+    if transport == "cuda_ipc" and (
+        cluster.nodes > 1 or cluster.gpus > 1 or separate or config.learner.processes > 1
+    ):
         gpus = max(cluster.gpus, gpus_needed(config), config.learner.processes)
+        nodes = f", on cluster.nodes={cluster.nodes}" if cluster.nodes > 1 else ""
         yield (
             "sync.transport=cuda_ipc: rank 0 of the learner, which sends, and every sampler must be on the same GPU,"
-            f" one in all; here are {gpus}, {cluster.placement}"
+            f" one in all; here are {gpus}, {cluster.placement}{nodes}"
             " (sync.transport=ray works between any two processes)"
         )
     on_gpus = cluster.gpus > 0 or config.learner.device.startswith("cuda")
@@ -98,13 +108,7 @@ def transport_problems(config: Config) -> Iterator[str]:
 
 def start_problems(config: Config, model: Architecture) -> Iterator[str]:
     """What cannot be started yet, on any machine."""
-    if config.cluster.nodes > 1:
-        yield f"cluster.nodes={config.cluster.nodes}: must be 1, all GPUs of a run are those of one node"
-    if config.learner.processes > 1 and config.cluster.ray_address != "local":
-        yield (
-            f"cluster.ray_address={config.cluster.ray_address}: must be local with {config.learner.processes} processes"
-            " of the learner, which find each other on this machine alone"
-        )
+    yield from spread_problems(config)
     for problem in Layout.of(config.learner).problems(model):
         yield f"learner.{problem}"
     algorithm = config.algorithm
@@ -123,11 +127,6 @@ def _sampler_rank_problems(config: Config) -> Iterator[str]:
     ranks = config.sampler.tensor_parallel
     if ranks == 1:
         return
-    if config.cluster.ray_address != "local":
-        yield (
-            f"cluster.ray_address={config.cluster.ray_address}: must be local with sampler.tensor_parallel={ranks}"
-            " processes of a sampler, which find each other on this machine alone"
-        )
     if config.sync.transport == "cuda_ipc":
         yield (
             f"sync.transport=cuda_ipc: sampler.tensor_parallel={ranks} processes are on as many GPUs, and it needs all"

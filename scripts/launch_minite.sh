@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# One command on one node: plans the run, then starts it, or goes on with its newest run when that was stopped.
+# One command, on one node or on the first of several (scripts/cluster): plans the run, then starts it, or goes on with
+# its newest run when that was stopped.
 # Usage: scripts/launch_minite.sh +recipe=NAME [group.key=value ...]
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

@@ -17,7 +17,6 @@ class SyncConfig:
     codec: Literal["packed", "delta", "bf16"] = "packed"  # see `rl.sync.codecs`
     transport: Literal["ray", "process_group", "cuda_ipc"] = "ray"
     bucket_mib: int = 64  # of tensors in a chunk; a larger tensor is a chunk of its own
-    host: str = "127.0.0.1"  # on which the process group meets, and listens
     # For the members of the process group to meet, and for a chunk to arrive: ends the wait for a process that hangs;
     # one that dies is noticed at once.
     timeout_s: float = 120.0
@@ -39,7 +38,7 @@ class ClusterConfig:
     """The machines that a run is meant for. `gpu` and `memory_gib` are for the preflight (`plan=true`) alone."""
 
     nodes: int = 1
-    gpus_per_node: int = 0  # 0: the CPUs of one machine
+    gpus_per_node: int = 0  # 0: nodes of CPUs
     gpu: str | None = None  # of `rl.devices`
     memory_gib: float | None = (
         None  # of each GPU, or without GPUs of the machine; None: as `rl.devices` has it
@@ -48,6 +47,10 @@ class ClusterConfig:
     ray_address: str = (
         "local"  # local: a Ray of the run's own on 127.0.0.1; else that of one that is there, or auto
     )
+    interface: str | None = (
+        None  # network between several nodes; None: that of the address by which Ray knows a node
+    )
+    patience_s: float = 60.0  # for a Ray that is there to have so many nodes, with GPUs that nobody uses
 
     def __post_init__(self) -> None:
         require(self.nodes >= 1, "cluster.nodes", self.nodes, "at least 1")
@@ -56,11 +59,12 @@ class ClusterConfig:
         known = ", ".join(DEVICES)
         require(self.gpu is None or self.gpu in DEVICES, "cluster.gpu", self.gpu, f"one of {known}")
         require(
-            self.gpus_per_node > 0 or (self.gpu is None and self.nodes == 1),
+            self.gpus_per_node > 0 or self.gpu is None,
             "cluster.gpus_per_node",
             self.gpus_per_node,
-            "at least 1 with cluster.gpu or several nodes",
+            "at least 1 with cluster.gpu",
         )
+        require(0 < self.patience_s < inf, "cluster.patience_s", self.patience_s, "more than 0 seconds")
         require(
             self.memory_gib is None or 0 < self.memory_gib < inf,
             "cluster.memory_gib",

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from kernels.report import names
+from rl.placement import Spread, described, groups_over_nodes
 from rl.preflight.checks import gib
 from rl.preflight.memory import Memory, layer_backend
 from rl.preflight.parameters import active
 from rl.preflight.run import Preflight
+from rl.preflight.traffic import node_traffic
 
 
 def report(found: Preflight) -> str:
@@ -29,6 +31,8 @@ def _lines(found: Preflight) -> Iterator[str]:
     if found.sampler_map != found.learner_map:
         yield f"sampler    {found.sampler_map.describe()}"
     yield from _layout(found)
+    if config.cluster.nodes > 1:
+        yield from _nodes(found)
     yield ""
     yield (
         f"batch      {batch.prompts:,} prompts x {batch.group_size} responses an iteration in"
@@ -67,12 +71,41 @@ def _layout(found: Preflight) -> Iterator[str]:
     if cluster.gpus:
         where = f"{cluster.nodes} x {cluster.gpus_per_node} {cluster.gpu or 'GPUs'}, {cluster.placement}"
     else:
-        where = "the CPUs of one machine"
+        where = "the CPUs of one machine" if cluster.nodes == 1 else f"the CPUs of {cluster.nodes} nodes"
     yield (
         f"layout     {where}: learner on {_many(found.layout.ranks, 'rank')} ({found.layout}),"
         f" {_many(config.run.samplers, 'sampler')} of {_many(config.sampler.tensor_parallel, 'rank')};"
         f" experts by {names(layer_backend(spec, found.backend) for spec in found.learner_map.layers)}"
     )
+
+
+def _nodes(found: Preflight) -> Iterator[str]:
+    config, layout = found.config, found.layout
+    cluster, spread = config.cluster, Spread.of(config)
+    yield f"nodes      {described(config, [f'node {number}' for number in range(cluster.nodes)])}"
+    for number in range(cluster.nodes):
+        learning = sum(node == number for node, _ in spread.learner)
+        sampling = sum(node == number for ranks in spread.samplers for node, _ in ranks)
+        beside = sum(memory.total for memory in found.others.values())
+        held = learning * (found.learner.total + beside) + sampling * found.sampler.total
+        yield (
+            f"           node {number}: {_many(learning, 'rank')} of the learner and {_many(sampling, 'rank')} of"
+            f" samplers, together {gib(held)}"
+        )
+    over = groups_over_nodes(layout, spread.learner)
+    said = {
+        "EP": "EP (tokens of every expert layer)",
+        "PP": "PP (activations between stages)",
+        "DP": "DP (gradients and parameters of every update)",
+    }
+    yield f"           groups over nodes: {', '.join(said[kind] for kind in over) or 'none'}"
+    traffic = node_traffic(found.model, layout, spread, found.sync, config.sync.transport)
+    yield (
+        f"           a sync between nodes: {gib(traffic.gathered)} to rank 0 of the learner, {gib(traffic.sent)} to"
+        " samplers"
+    )
+    if cluster.ray_address == "local":
+        yield "           starting it takes a Ray of these nodes: cluster.ray_address=auto, or HOST:PORT"
 
 
 def _many(number: int, what: str) -> str:

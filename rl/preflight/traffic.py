@@ -6,8 +6,10 @@ from dataclasses import dataclass
 
 from kernels.precision_map import PrecisionMap
 from learner.families.architecture import Architecture
+from learner.layout import Layout
 from rl.devices import Device
 from rl.flops import update_flops
+from rl.placement import Spread
 from rl.preflight.batch import Batch
 from rl.preflight.memory import BYTES, cache_bytes_per_token, expert_bytes
 from rl.preflight.parameters import count
@@ -33,6 +35,38 @@ def sync_bytes(model: Architecture, specs: PrecisionMap, dtype: str, codec: str)
     if codec == "bf16":
         experts = 2 * found.experts
     return SyncBytes(BYTES[dtype] * found.outside, experts)
+
+
+@dataclass(frozen=True)
+class NodeTraffic:
+    """Bytes of one whole sync that go from node to node: from the learner's ranks to rank 0, which sends, and from its
+    node to samplers on others.
+    """
+
+    gathered: int
+    sent: int
+
+
+def node_traffic(
+    model: Architecture, layout: Layout, spread: Spread, synced: SyncBytes, transport: str
+) -> NodeTraffic:
+    """Through Ray's object store a node takes a chunk once, for all its samplers; a process group carries it to each of
+    them, at most. A parameter comes from the first rank that holds it (`learner.layout`).
+    """
+    home, found = spread.learner[0][0], count(model)
+    away = [[spread.learner[rank][0] != home for rank in stage] for stage in _stages(layout)]
+    experts = sum(sum(own[: layout.expert]) for own in away) / (layout.pipeline * layout.expert)
+    layers = (found.outside - found.embedding - found.output - found.final_norm) / layout.pipeline
+    outside = sum(layers * own[0] for own in away) + (found.output + found.final_norm) * away[-1][0]
+    gathered = synced.experts * experts + synced.outside * outside / found.outside
+    samplers = [ranks[0][0] for ranks in spread.samplers if ranks[0][0] != home]
+    receivers = len(set(samplers)) if transport == "ray" else len(samplers)
+    return NodeTraffic(round(gathered), synced.total * receivers)
+
+
+def _stages(layout: Layout) -> list[range]:
+    """The ranks of each stage."""
+    return [range(first, first + layout.stage_ranks) for first in range(0, layout.ranks, layout.stage_ranks)]
 
 
 def experts_read(model: Architecture, sequences: int) -> float:

@@ -126,11 +126,20 @@ class GroupOutlet:
 
 
 class GroupInlet:
+    """host, port: of the sender, where the members meet. own_host: where this one listens, if elsewhere."""
+
     def __init__(
-        self, host: str, port: int, rank: int, size: int, timeout_s: float, device: torch.device
+        self,
+        host: str,
+        port: int,
+        rank: int,
+        size: int,
+        timeout_s: float,
+        device: torch.device,
+        own_host: str | None = None,
     ) -> None:
         self._store = dist.TCPStore(host, port, size, is_master=False, timeout=timedelta(seconds=timeout_s))
-        self._group: Any = join(self._store, host, rank, size, timeout_s, device)
+        self._group: Any = join(self._store, own_host or host, rank, size, timeout_s, device)
         self._device = device
 
     def fetch(self, parcel: Parcel) -> Chunk:

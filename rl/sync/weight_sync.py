@@ -182,8 +182,8 @@ class WeightSync:
         if self.config.transport != "process_group" or self._linked == members:
             return
         self._all(list(self._samplers), "held")  # all are free: the timeout need not cover what they were at
-        host, timeout = self.config.host, self.config.timeout_s
-        port = self.learner.open_link(members, host, timeout)
+        timeout = self.config.timeout_s
+        host, port = self.learner.open_link(members, timeout)
         joined = {
             receiver: self._later(receiver).join_link(host, port, place, len(members) + 1, timeout)
             for place, receiver in enumerate(members, start=1)

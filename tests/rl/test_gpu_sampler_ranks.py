@@ -20,6 +20,7 @@ from learner.config import LearnerConfig
 from rl.cluster import Remote, local_cluster, wait
 from rl.config.cluster import SyncConfig
 from rl.group import Group, start_group, wait_until_ready
+from rl.placement import Place
 from rl.sync.weight_sync import WeightSync
 from sampler.config import SamplingConfig
 from tests.rl.sampler_actors import OpenLearner, OpenSampler
@@ -59,10 +60,10 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
 
     def start(actor: type, processes: int, gpus: str, *arguments: Any) -> Any:
         settings = tiny_config(device="cuda", dtype="bfloat16", tensor_parallel=processes)
-        seen = {"CUDA_VISIBLE_DEVICES": gpus}
+        places = [Place(local_rank=rank, visible=tuple(gpus.split(","))) for rank in range(processes)]
         given = (place / "model", MAP, *(arguments or (settings,)))
         name = f"{actor.__name__}_{processes}"
-        return start_group(actor, name, settings, place, *given, environment=seen)
+        return start_group(actor, name, settings, place, *given, places=places)
 
     with local_cluster(256):
         learning = LearnerConfig(device="cuda", dtype="bfloat16")

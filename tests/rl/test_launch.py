@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import shutil
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -58,7 +60,7 @@ def test_the_job_for_kubernetes_is_one_that_can_work():
     gpus = [
         container["resources"]["limits"]["nvidia.com/gpu"]
         for group in groups
-        for container in containers(group)
+        for container in containers(group) * group.get("replicas", 1)
     ]
     assert gpus == [found.config.cluster.gpus_per_node] * found.config.cluster.nodes
     lock = (ROOT / "requirements-gpu.lock").read_text()
@@ -66,13 +68,53 @@ def test_the_job_for_kubernetes_is_one_that_can_work():
 
 
 def test_the_job_for_slurm_is_one_that_can_work():
-    """Its own example, on as many nodes and GPUs as it asks for."""
+    """Its own examples, on as many nodes and GPUs as they ask for."""
     text = (ROOT / "scripts/cluster/minite.sbatch").read_text()
-    [example] = re.findall(r"^# .*: sbatch .*", text, re.MULTILINE)
-    config = load_config([word for word in overrides(example) if not word.startswith("group.key=")])
-    check_against_model(config, preflight(config).model)
-    assert f"#SBATCH --nodes={config.cluster.nodes}\n" in text
-    assert f"#SBATCH --gpus-per-node={config.cluster.gpus_per_node}\n" in text
+    assert "#SBATCH --nodes=1\n" in text
+    examples = re.findall(r"^# +sbatch (.*)", text, re.MULTILINE)
+    assert len(examples) == 2
+    for example in examples:
+        [nodes] = re.findall(r"--nodes=(\d+)", example) or ["1"]
+        words = [word for word in overrides(example) if not word.startswith("group.key=")]
+        config = load_config([*words, f"cluster.nodes={nodes}"])
+        check_against_model(config, preflight(config).model)
+        assert f"#SBATCH --gpus-per-node={config.cluster.gpus_per_node}\n" in text
+
+
+def test_the_job_for_slurm_starts_a_ray_over_its_nodes_and_is_queued_again_when_one_is_lost(tmp_path: Path):
+    """The script itself, with commands of Slurm and Ray that write down how they are called."""
+    calls = tmp_path / "calls"
+    commands = {
+        "srun": 'case "$*" in *hostname*) echo 10.0.0.1;; esac',
+        "scontrol": 'case "$1" in show) printf "node1\\nnode2\\n";; esac',
+        "ray": "exit 0",
+        "python": 'sleep 0.3; case "$*" in *plan=true*) exit 0;; *) exit 75;; esac',
+    }
+    (tmp_path / "bin").mkdir()
+    for name, body in commands.items():
+        command = tmp_path / "bin" / name
+        command.write_text(f'#!/bin/sh\necho "{name} $*" >> {calls}\n{body}\n')
+        command.chmod(0o755)
+    (tmp_path / "scripts").mkdir()
+    shutil.copy(ROOT / "scripts/launch_minite.sh", tmp_path / "scripts")
+    slurm = {
+        "SLURM_SUBMIT_DIR": tmp_path,
+        "SLURM_JOB_NUM_NODES": 2,
+        "SLURM_JOB_NODELIST": "n",
+        "SLURM_JOB_ID": 7,
+    }
+    environment = {"PATH": f"{tmp_path / 'bin'}:/usr/bin:/bin"} | {
+        key: str(value) for key, value in slurm.items()
+    }
+    command = ["bash", ROOT / "scripts/cluster/minite.sbatch", "+recipe=minite"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 75, done.stderr
+    said = calls.read_text()
+    assert "ray start --head --node-ip-address=10.0.0.1" in said
+    assert "--nodes=1 --ntasks=1 --exclude=node1 ray start --address=10.0.0.1:6379 --block" in said
+    run = "-m rl.train +recipe=minite cluster.nodes=2 cluster.ray_address=10.0.0.1:6379"
+    assert f"python {run} plan=true\n" in said and f"python {run} run.resume=latest\n" in said
+    assert "scontrol requeue 7\n" in said
 
 
 def containers(group: dict[str, Any]) -> list[dict[str, Any]]:

@@ -100,10 +100,7 @@ CASES = {
         ["sampler.tensor_parallel=3"],
         "tensor_parallel=3 does not divide the model's",
     ),
-    "processes of a sampler in another Ray": (
-        ["cluster.ray_address=auto", "sampler.tensor_parallel=2"],
-        "cluster.ray_address=auto: must be local with sampler.tensor_parallel=2 processes",
-    ),
+    "several nodes of a Ray of its own": (["cluster.nodes=2"], "cluster.nodes=2: a Ray of the run's own"),
     "BF16 layers beside strict ones": (["spec=strict", "spec.first_layers_bf16=1"], "for all layers alike"),
     "cut prompts without a strict spec": (["sampler.chunked_prefill=true"], "chunked_prefill=True"),
     "resume from nothing": (["run.resume=/nowhere/run"], "/nowhere/run"),
