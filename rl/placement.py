@@ -45,8 +45,11 @@ class Place:
     def environment(self) -> dict[str, str]:
         """Variables for any process there. Those by which the ranks of a group find each other: `rl.group`."""
         node = self.node
-        own = {"GLOO_SOCKET_IFNAME": node.interface, "NCCL_SOCKET_IFNAME": node.interface}
-        own[HOST_VARIABLE] = node.address
+        own = {
+            HOST_VARIABLE: node.address,
+            "GLOO_SOCKET_IFNAME": node.interface,
+            "NCCL_SOCKET_IFNAME": f"={node.interface}",  # NCCL takes a name without = for the beginning of one
+        }
         return own if self.visible is None else own | {VISIBLE: ",".join(self.visible)}
 
 

@@ -50,7 +50,3 @@ class PlainSampler(SamplerActor):
 
     def content(self) -> dict[str, torch.Tensor]:
         return self.holder.live
-
-    def forget(self) -> None:
-        for tensor in self.holder.live.values():
-            tensor.zero_()

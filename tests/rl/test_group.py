@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from kernels.catalogue import named_spec
+from kernels.precision_map import PrecisionMap
 from learner.batch import TrainBatch
 from learner.config import LearnerConfig, ObjectiveConfig
 from learner.initialize import initialize
@@ -19,10 +21,23 @@ from rl.group import Group, start_group
 from rl.rollout import Sequences
 from rl.sync.weight_sync import WeightSync
 from tests.rl.group_actors import OpenLearner, PlainSampler
-from tests.rl.group_model import MAP, MODEL, sequences
 
 pytestmark = pytest.mark.slow
 
+MAP = PrecisionMap.resolve(2, named_spec("minite"), last_layers_bf16=1)
+MODEL = {
+    "model_type": "qwen3_moe",
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "vocab_size": 32,
+    "max_position_embeddings": 32,
+}
 LAYOUT = {"tensor_parallel": 2, "expert_parallel": 2}
 
 
@@ -37,6 +52,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models") / "model"
     initialize(folder, MODEL, seed=0)
     return folder
+
+
+def sequences() -> Sequences:
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, 32, (6, 9), generator=generator)
+    lengths = torch.tensor([9, 5, 7, 9, 3, 6])
+    positions = torch.arange(9)
+    mask = (positions >= 2) & (positions < lengths[:, None])
+    logp = -3 + torch.rand(tokens.shape, generator=generator)
+    return Sequences(tokens, lengths, mask, logp, torch.where(mask, 1, -1).int())
 
 
 def batch(of: Sequences) -> TrainBatch:

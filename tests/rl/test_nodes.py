@@ -7,10 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import redirect_stdout
-from io import StringIO
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -23,7 +20,7 @@ from tests.rl.smallest_job import arguments, run_folder
 
 pytestmark = pytest.mark.slow
 
-SECOND, THIRD = "127.0.0.3", "127.0.0.4"
+FIRST, SECOND, THIRD = "127.0.0.2", "127.0.0.3", "127.0.0.4"
 SETTINGS = (
     "learner.data_parallel=2",
     "model.warm_start.steps=0",
@@ -39,68 +36,6 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Raylets]:
         yield found
 
 
-def driven(cluster: Raylets, *arguments: str) -> Any:
-    done = cluster.run("-m", "tests.rl.node_driver", *arguments)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-def on_nodes(cluster: Raylets, place: Path) -> subprocess.Popen[str]:
-    own = [
-        f"cluster.ray_address={cluster.address}",
-        "cluster.nodes=2",
-        "sync.transport=process_group",
-        "run.resume=latest",
-    ]
-    command = [sys.executable, "-m", "rl.train", *arguments(place, *SETTINGS, "run.name=nodes", *own)]
-    return subprocess.Popen(
-        command, env=cluster.environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-
-
-def kill_when(
-    process: subprocess.Popen[str], condition: Callable[[], bool], kill: Callable[[], None]
-) -> None:
-    deadline = time.monotonic() + 240
-    while not condition():
-        assert process.poll() is None, process.communicate()[0]
-        assert time.monotonic() < deadline, "the moment to kill never came"
-        time.sleep(0.01)
-    kill()
-
-
-def test_a_run_over_two_nodes_that_loses_one_and_goes_on_is_the_run_on_one_node(
-    cluster: Raylets, tmp_path: Path
-):
-    checkpoints = CheckpointStore(tmp_path / "nodes/latest/checkpoints", 2)
-    with on_nodes(cluster, tmp_path) as process:
-        kill_when(process, checkpoints.steps, lambda: cluster.kill(SECOND))
-        output, _ = process.communicate(timeout=120)
-    assert process.returncode == TRY_AGAIN, output
-    assert "learner's ranks 0 on node 127.0.0.2, 1 on node 127.0.0.3; samplers 0 on node 127.0.0.3" in output
-    [line] = [line for line in output.splitlines() if line.startswith("error: ")]
-    assert f"node {SECOND} is gone" in line and "run.resume" in line
-    assert "Traceback" not in output
-
-    cluster.start(SECOND)
-    with on_nodes(cluster, tmp_path) as process:
-        output, _ = process.communicate(timeout=240)
-    assert process.returncode == 0, output
-
-    with redirect_stdout(StringIO()):
-        assert main(arguments(tmp_path, *SETTINGS, "run.name=one")) == 0
-    found, expected = (
-        comparable(read_history(run_folder(tmp_path, name) / "metrics.jsonl")) for name in ("nodes", "one")
-    )
-    assert found == expected and max(found) == 3
-    assert all(found[step]["policy/grad_norm"] > 0 for step in (1, 2, 3))
-
-
-def test_weights_reach_a_sampler_on_another_node_by_both_transports(cluster: Raylets):
-    found = driven(cluster, "synced", cluster.address)
-    assert found == {"gap": pytest.approx(0, abs=1e-5), "ray": True, "process_group": True}
-
-
 def test_a_node_that_differs_is_named_before_any_work(cluster: Raylets, tmp_path: Path):
     """The third node has another torch, no GPU behind those that it promises, and does not see what the driver sees."""
     for name in ("run", "model", "other"):
@@ -111,20 +46,64 @@ def test_a_node_that_differs_is_named_before_any_work(cluster: Raylets, tmp_path
     (other / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 9.9.9\n")
     path = f"{tmp_path / 'other'}:{cluster.environment.get('PYTHONPATH', '')}"
     cluster.start(THIRD, "--num-gpus=2", hide=tmp_path / "run", PYTHONPATH=path)
-    cases = (
-        "cluster.nodes=4",
-        "cluster.nodes=3",
-        "cluster.nodes=3,cluster.interface=ib7",
-        "cluster.gpus_per_node=2",
-    )
-    found = driven(cluster, "refused", cluster.address, str(tmp_path), *cases)
+    cases = ("cluster.nodes=4", "cluster.nodes=3", "cluster.gpus_per_node=2")
+    done = cluster.run("-m", "tests.rl.node_driver", cluster.address, str(tmp_path), *cases)
     cluster.kill(THIRD)
-    four, three, interface, gpus = (found[case] for case in cases)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    four, three, gpus = (found[case] for case in cases)
     assert "cluster.nodes=4: Ray has not so many nodes with a CPU free on each" in four
-    assert "alive: 127.0.0.2 with 0 GPUs, 127.0.0.3 with 0 GPUs, 127.0.0.4 with 2 GPUs" in four
-    assert f"node {THIRD} has other packages than node 127.0.0.2: torch 9.9.9 (there " in three
-    assert f"node {THIRD}: {tmp_path / 'run'} is not the folder that the driver sees: run.output_dir" in three
-    assert "node 127.0.0.2:" not in three and f"node {SECOND}" not in three
-    assert f"node {SECOND}: cluster.interface=ib7 must be one of lo 127.0.0.1" in interface
+    assert f"alive: {FIRST} with 0 GPUs, {SECOND} with 0 GPUs, {THIRD} with 2 GPUs" in four
+    packages, folder = three.split("; ")
+    assert packages.startswith(f"node {THIRD} has other packages than node {FIRST}: torch 9.9.9 (there ")
+    assert folder.startswith(
+        f"node {THIRD}: {tmp_path / 'run'} is not the folder that the driver sees: run.output"
+    )
     assert f"node {THIRD}: Ray counts 2 GPUs there for the run, and CUDA sees 0" in gpus
     assert not any("\n" in line for line in found.values())
+
+
+def on_nodes(cluster: Raylets, place: Path, name: str, transport: str) -> subprocess.Popen[str]:
+    nodes = (f"cluster.ray_address={cluster.address}", "cluster.nodes=2", "run.resume=latest")
+    settings = arguments(place, *SETTINGS, f"run.name={name}", f"sync.transport={transport}", *nodes)
+    command = [sys.executable, "-m", "rl.train", *settings]
+    return subprocess.Popen(
+        command, env=cluster.environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+def wait_until(condition: Callable[[], object], process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + 240
+    while not condition():
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline, "it never came"
+        time.sleep(0.01)
+
+
+def test_a_run_that_loses_a_node_goes_on_and_is_the_run_that_did_not(cluster: Raylets, tmp_path: Path):
+    """One over two nodes to its end, weights through the object store; the other, by a process group, only until the
+    second node dies, with a rank of the learner and the sampler, and then on one node.
+    """
+    with on_nodes(cluster, tmp_path, "whole", "ray") as process:
+        output, _ = process.communicate(timeout=240)
+    assert process.returncode == 0, output
+    assert f"learner's ranks 0 on node {FIRST}, 1 on node {SECOND}; samplers 0 on node {SECOND}" in output
+
+    checkpoints = CheckpointStore(tmp_path / "broken/latest/checkpoints", 2)
+    with on_nodes(cluster, tmp_path, "broken", "process_group") as process:
+        wait_until(checkpoints.steps, process)
+        cluster.kill(SECOND)
+        output, _ = process.communicate(timeout=120)
+    assert process.returncode == TRY_AGAIN, output
+    [line] = [line for line in output.splitlines() if line.startswith("error: ")]
+    assert f"node {SECOND} is gone" in line and "run.resume" in line
+    assert "Traceback" not in output
+    assert 1 <= max(checkpoints.steps()) < 3
+
+    again = ("run.name=broken", "run.resume=latest", "sync.transport=process_group")
+    assert main(arguments(tmp_path, *SETTINGS, *again)) == 0
+    whole, broken = (
+        comparable(read_history(run_folder(tmp_path, name) / "metrics.jsonl")) for name in ("whole", "broken")
+    )
+    assert broken == whole and max(whole) == 3
+    assert all(whole[step]["policy/grad_norm"] > 0 for step in (1, 2, 3))
