@@ -10,7 +10,7 @@ from pathlib import Path
 from kernels.catalogue import named_spec
 from kernels.precision_map import PrecisionMap
 from kernels.report import EngineReport
-from rl.actors import CriticActor, LearnerActor, SamplerActor, WeightSyncActor, peak_memory_mib
+from rl.actors import CriticActor, LearnerActor, SamplerActor, WeightSyncActor
 from rl.cluster import Remote, start_actor, stop_actor, wait
 from rl.devices import device_of
 from rl.expert_load import expert_load_by_layer
@@ -20,6 +20,7 @@ from rl.models import cached_folder, folder_digest, model_architecture
 from rl.nodes import check_alive
 from rl.placement import Node, Place, learner_places, sampler_places
 from rl.plan import Plan
+from rl.process import peak_memory_mib
 from rl.records.view import RunView
 from rl.rollout import Sequences
 from rl.run_folder import RunFolder
