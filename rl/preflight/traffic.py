@@ -50,8 +50,8 @@ class NodeTraffic:
 def node_traffic(
     model: Architecture, layout: Layout, spread: Spread, synced: SyncBytes, transport: str
 ) -> NodeTraffic:
-    """Through Ray's object store a node takes a chunk once, for all its samplers; a process group carries it to each of
-    them, at most. A parameter comes from the first rank that holds it (`learner.layout`).
+    """Through Ray's object store a node takes a chunk once, for all its samplers; a process group carries it to each
+    rank of each of them, at most. A parameter comes from the first rank that holds it (`learner.layout`).
     """
     home, found = spread.learner[0][0], count(model)
     away = [[spread.learner[rank][0] != home for rank in stage] for stage in _stages(layout)]
@@ -59,8 +59,8 @@ def node_traffic(
     layers = (found.outside - found.embedding - found.output - found.final_norm) / layout.pipeline
     outside = sum(layers * own[0] for own in away) + (found.output + found.final_norm) * away[-1][0]
     gathered = synced.experts * experts + synced.outside * outside / found.outside
-    samplers = [ranks[0][0] for ranks in spread.samplers if ranks[0][0] != home]
-    receivers = len(set(samplers)) if transport == "ray" else len(samplers)
+    receiving = [node for ranks in spread.samplers for node, _ in ranks if node != home]
+    receivers = len(set(receiving)) if transport == "ray" else len(receiving)
     return NodeTraffic(round(gathered), synced.total * receivers)
 
 

@@ -53,4 +53,13 @@ def test_a_process_group_carries_it_to_each_sampler():
     text = report(found)
     assert "learner's ranks 0 to 7 on node 0; samplers 0 to 7 on node 1" in text
     assert "node 1: 0 ranks of the learner and 8 ranks of samplers" in text
+    two = planned(
+        2,
+        "cluster.placement=separate",
+        "learner.data_parallel=8",
+        "run.samplers=4",
+        "sampler.tensor_parallel=2",
+        "sync.transport=process_group",
+    )
+    assert traffic(two).sent == traffic(found).sent  # every rank of a sampler takes all of it
     assert "cluster.ray_address=auto" in text and "nodes  " not in report(planned(1))
