@@ -85,11 +85,11 @@ class MiniteConfig(QuantizationConfig):
 class ExpertMethod(FusedMoEMethodBase):
     """The experts of layer number `index`, computed under `spec` by the back end for their device.
 
-    shared: this rank's experts, where several ranks share them out; `weights` holds those alone. The layer's parameters
-    are the tensors of `weights`, the same storage. stored_layout: device -> their order. guard: to be checked before
-    anything that `apply` computed is used. chosen: integer [T, k], the experts of the last `apply`, by descending
-    coefficient. tap: sees every `apply`, and may replace its output; for a diagnosis. A step that is replayed as a CUDA
-    graph does not call `apply`.
+    shared: this rank's experts, where several ranks share them out; `weights` holds those alone, and they compute under
+    `computed_spec`, which is `spec` where the layer is whole. The layer's parameters are the tensors of `weights`, the
+    same storage. stored_layout: device -> their order. guard: to be checked before anything that `apply` computed is
+    used. chosen: integer [T, k], the experts of the last `apply`, by descending coefficient. tap: sees every `apply`,
+    and may replace its output; for a diagnosis. A step that is replayed as a CUDA graph does not call `apply`.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class ExpertMethod(FusedMoEMethodBase):
         parallel = moe.moe_parallel_config
         self.shared = shared_experts(moe.num_experts, parallel.ep_rank, parallel.ep_size)
         moe.skip_final_all_reduce = True  # `apply` gives the whole layer's output on every rank
-        self.spec = spec
+        self._run_under(spec)
         self.stored_layout = stored_layout
         first = self.shared.own.start if self.shared else 0
         self.guard = NonFiniteGuard(index, moe.num_local_experts, first)
@@ -111,8 +111,7 @@ class ExpertMethod(FusedMoEMethodBase):
         self.calls = 0  # of apply
         self.chosen = torch.empty(0, moe.experts_per_token, dtype=torch.int64)
         self.tap: Tap | None = None
-        self._prepared: Any = None
-        self._backend: tuple[ExecutionSpec, ExecutionSpec, backends.ExpertKernels] | None = None
+        self._backend: tuple[ExecutionSpec, backends.ExpertKernels] | None = None
 
     def create_weights(
         self,
@@ -182,8 +181,7 @@ class ExpertMethod(FusedMoEMethodBase):
             torch.inference_mode(False),
             torch.no_grad(),
         ):  # what is made in that mode cannot be written later
-            computed, kernels = self._kernels()
-            return kernels.prepare(self.weights, computed, compact=True)
+            return self._kernels().prepare(self.weights, self.computed_spec, compact=True)
 
     def apply(
         self,
@@ -196,7 +194,7 @@ class ExpertMethod(FusedMoEMethodBase):
     ) -> torch.Tensor:
         """x [T, H], float32 [T, k], integer [T, k] -> [T, H] in x.dtype."""
         self.calls += 1
-        _, kernels = self._kernels()
+        kernels = self._kernels()
         places = token_places(len(x)) if x.is_cuda else None
         ids, coefficients = kernels.sort_slots(topk_ids, topk_weights, places)
         self.chosen = ids
@@ -206,7 +204,7 @@ class ExpertMethod(FusedMoEMethodBase):
 
     def compute(self, x: torch.Tensor, ids: torch.Tensor, coefficients: torch.Tensor) -> torch.Tensor:
         """As `apply`, of slots that are sorted already."""
-        computed, kernels = self._kernels()
+        kernels, computed = self._kernels(), self.computed_spec
 
         def own(rows: torch.Tensor, own_ids: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
             return kernels.forward(rows, own_ids, factors, self.prepared(), computed, self.guard)
@@ -218,8 +216,7 @@ class ExpertMethod(FusedMoEMethodBase):
     def hold(self, w13: torch.Tensor, w2: torch.Tensor, spec: ExecutionSpec) -> None:
         """Compute from here on under `spec`, with these master weights ([E, 2F, H] and [E, H, F])."""
         self.weights = self._quantized(w13, w2, spec)
-        self.spec = spec
-        self._prepared = None
+        self._run_under(spec)
 
     def hold_as_they_are(self, spec: ExecutionSpec) -> bool:
         """Compute from here on under `spec` with the stored weights, where it stores them alike; else return False."""
@@ -227,8 +224,7 @@ class ExpertMethod(FusedMoEMethodBase):
             return False
         assert self.weights is not None, "the checkpoint is not loaded"
         self.weights = ExpertWeights(self.weights.stored, spec)
-        self.spec = spec
-        self._prepared = None
+        self._run_under(spec)
         return True
 
     def _quantized(self, w13: torch.Tensor, w2: torch.Tensor, spec: ExecutionSpec) -> ExpertWeights:
@@ -238,17 +234,20 @@ class ExpertMethod(FusedMoEMethodBase):
     @property
     def backend(self) -> str:
         """The name of what computes `apply`, once the weights are loaded."""
-        return self._kernels()[1].name
+        return self._kernels().name
 
-    def _kernels(self) -> tuple[ExecutionSpec, backends.ExpertKernels]:
-        """What the experts here compute under, and by: the layer under `spec`, or their slots of it."""
+    def _run_under(self, spec: ExecutionSpec) -> None:
+        self.spec = spec
+        self.computed_spec = spec if self.shared is None else self.shared.spec(spec)
+        self._prepared: Any = None
+
+    def _kernels(self) -> backends.ExpertKernels:
         # Kept: `choose` hashes the spec, which takes longer than a small launch.
-        if self._backend is None or self._backend[0] is not self.spec:
+        if self._backend is None or self._backend[0] is not self.computed_spec:
             assert self.weights is not None, "the checkpoint is not loaded"
             device = next(iter(self.weights.tensors().values())).device
-            computed = self.spec if self.shared is None else self.shared.spec(self.spec)
-            self._backend = self.spec, computed, backends.choose(computed, device)
-        return self._backend[1:]
+            self._backend = self.computed_spec, backends.choose(self.computed_spec, device)
+        return self._backend[1]
 
     def get_fused_moe_quant_config(self, layer: RoutedExperts) -> None:
         return None
