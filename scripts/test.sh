@@ -14,5 +14,7 @@ mypy
 shellcheck .ci/run scripts/*.sh scripts/cluster/*.sbatch
 hadolint docker/Dockerfile docker/Dockerfile.cpu
 wait "$oracles"
-# A process for each of at most four cores; the tests of a file stay together, since they share engines.
-exec env OMP_NUM_THREADS=1 python -m pytest --numprocesses=auto --maxprocesses=4 --dist=loadfile --no-loadscope-reorder "$@"
+# One process more than there are cores, at most four, as some tests wait for processes that they start; the tests of a
+# file stay together, since they share engines.
+processes=$(($(nproc) + 1))
+exec env OMP_NUM_THREADS=1 python -m pytest --numprocesses=$((processes > 4 ? 4 : processes)) --dist=loadfile --no-loadscope-reorder "$@"
