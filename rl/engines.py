@@ -11,11 +11,11 @@ from kernels.catalogue import named_spec
 from kernels.precision_map import PrecisionMap
 from kernels.report import EngineReport
 from rl.actors import CriticActor, LearnerActor, SamplerActor, WeightSyncActor
-from rl.cluster import Remote, start_actor, stop_actor, wait
+from rl.cluster import Remote, start_actor, stop_actor
 from rl.devices import device_of
 from rl.expert_load import expert_load_by_layer
 from rl.fleet import Fleet
-from rl.group import Group, start_group, wait_until_ready
+from rl.group import Group, largest, start_group, wait_until_ready
 from rl.models import cached_folder, folder_digest, model_architecture
 from rl.nodes import check_alive
 from rl.placement import Node, Place, learner_places, sampler_places
@@ -55,21 +55,21 @@ class Engines:
         ]
 
     def memory(self) -> dict[str, float]:
-        """Peak memory of every process, the driver's too, in MiB, by the names of `rl.metrics`."""
-        named: dict[str, Remote | Group | Fleet | None] = {
-            "learner": self.learner,
-            "weight_sync": self.weight_sync,
-            "reference": self.reference,
-            "critic": self.critic,
-        }
+        """Peak memory, the driver's too, in MiB, by the names of `rl.metrics`; of an engine's processes the largest."""
+        named = {"learner": self.learner, "reference": self.reference, "critic": self.critic}
         memory = {
-            f"memory/{name}": engine.memory_mib() for name, engine in named.items() if engine is not None
+            f"memory/{name}": largest([engine], "memory_mib")
+            for name, engine in named.items()
+            if engine is not None
         }
-        samplers = max(wait([sampler.later.memory_mib() for sampler in self.samplers]))
-        memory |= {"memory/driver": peak_memory_mib(), "memory/sampler": samplers}
+        memory |= {
+            "memory/driver": peak_memory_mib(),
+            "memory/sampler": largest(self.samplers, "memory_mib"),
+            "memory/weight_sync": self.weight_sync.memory_mib(),
+        }
         gpu = {
-            "memory/learner_gpu": self.learner.gpu_mib(),
-            "memory/sampler_gpu": max(wait([sampler.later.gpu_mib() for sampler in self.samplers])),
+            "memory/learner_gpu": largest([self.learner], "gpu_mib"),
+            "memory/sampler_gpu": largest(self.samplers, "gpu_mib"),
         }
         return memory | {name: peak for name, peak in gpu.items() if peak}
 

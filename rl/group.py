@@ -84,10 +84,6 @@ class Group:
         self.later = _Later(self)
         self._unseen: list[Any] = []  # what other ranks have been asked by way of `later`
 
-    def memory_mib(self) -> float:
-        """The largest of all ranks."""
-        return max(wait([member.later.memory_mib() for member in self.members]))
-
     def answer(self, call: Any) -> Any:
         """Rank 0's answer to `call`, which `later` gave, once all ranks have answered. Raises ActorDied for a death,
         also where others only say that they have lost one of them.
@@ -128,6 +124,12 @@ class Group:
 def members_of(engine: Remote | Group) -> list[Remote]:
     """Its processes, by rank."""
     return engine.members if isinstance(engine, Group) else [engine]
+
+
+def largest(engines: Sequence[Remote | Group], measure: str) -> float:
+    """What the method `measure` gives, of all processes of all `engines`."""
+    members = [member for engine in engines for member in members_of(engine)]
+    return max(wait([getattr(member.later, measure)() for member in members]))
 
 
 def wait_until_ready(engines: Sequence[Remote | Group]) -> None:

@@ -1,4 +1,6 @@
-"""A sampler's receiving end without an engine: it holds whatever a learner says that it sends."""
+"""A sampler's receiving end without an engine: it holds whatever a learner says that it sends. A process without a
+model.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ from kernels.experts import ExpertWeights, StoredLayout, derived_name, wire_name
 from kernels.precision_map import PrecisionMap
 from kernels.reference import prepare
 from kernels.shard import NO_SHARDS, Shards
-from rl.actors import LearnerActor, SamplerActor
+from rl.actors import LearnerActor, RankActor, SamplerActor
 from rl.sync.receiver import Receiver
 from rl.sync.transport import RayInlet
 
@@ -50,3 +52,10 @@ class PlainSampler(SamplerActor):
 
     def content(self) -> dict[str, torch.Tensor]:
         return self.holder.live
+
+
+class Measured(RankActor):
+    """The later ranks are the larger ones."""
+
+    def memory_mib(self) -> float:
+        return 100.0 + self.rank
