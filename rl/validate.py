@@ -55,8 +55,8 @@ def check_against_model(config: Config, model: Architecture) -> None:
 
 
 def check_placement(config: Config) -> None:
-    """Raise ConfigError unless engines can be placed as asked on the GPUs that this process sees. Those of a Ray that
-    is there (`cluster.ray_address`) are not counted: they may be another machine's.
+    """Raise ConfigError unless engines can be placed as asked: on the GPUs that this process sees, or, of a Ray that is
+    there (`cluster.ray_address`), on those that the run is to hold, which `rl.nodes` asks for.
     """
     problems = list(transport_problems(config))
     nodes = config.cluster.nodes
@@ -65,13 +65,18 @@ def check_placement(config: Config) -> None:
             f"cluster.nodes={nodes}: a Ray of the run's own (cluster.ray_address=local) has one node; auto or HOST:PORT"
             " joins one that is there"
         )
-    needed, there = gpus_needed(config), torch.cuda.device_count()
-    if needed > there and config.cluster.ray_address == "local":
+    own = config.cluster.ray_address == "local"
+    needed, there = gpus_needed(config), torch.cuda.device_count() if own else config.cluster.gpus
+    if needed > there:
+        where = "can be seen" if own else f"are in cluster.nodes={nodes} x cluster.gpus_per_node"
         problems.append(
             f"cluster.placement={config.cluster.placement}: {config.learner.processes} ranks of the learner and"
             f" run.samplers={config.run.samplers} x sampler.tensor_parallel={config.sampler.tensor_parallel} need"
-            f" {needed} GPUs, and {there} can be seen"
+            f" {needed} GPUs, and {there} {where}"
         )
+    for key, device in (("learner", config.learner.device), ("sampler", config.sampler.device)):
+        if own and device.startswith("cuda") and not needed and not torch.cuda.is_available():
+            problems.append(f"{key}.device={device}: no GPU can be seen")
     if problems:
         raise ConfigError("; ".join(problems))
 

@@ -230,6 +230,35 @@ def test_a_start_counts_the_gpus_that_there_are(
         check_placement(config)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "needed"),
+    [
+        (["cluster.gpus_per_node=4"], 8),
+        (["learner.data_parallel=16", "cluster.nodes=1"], 16),
+        (["cluster.nodes=2", "cluster.gpus_per_node=2", "learner.data_parallel=4", "run.samplers=8"], 8),
+        (["cluster.placement=separate"], 16),
+    ],
+)
+def test_a_start_in_a_ray_that_is_there_needs_the_gpus_that_it_asks_for(
+    overrides: list[str], needed: int
+) -> None:
+    config = load_config([*COLOCATED, "cluster.ray_address=auto", *overrides])
+    said = rf"need {needed} GPUs, and {config.cluster.gpus} are in cluster.nodes={config.cluster.nodes} x "
+    with pytest.raises(ConfigError, match=said):
+        check_placement(config)
+
+
+def test_devices_that_are_not_there_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for key in ("learner.device", "sampler.device"):
+        config = load_config(["+recipe=tiny", f"{key}=cuda"])
+        with pytest.raises(ConfigError, match=f"^{key}=cuda: no GPU can be seen$"):
+            check_placement(config)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        check_placement(config)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
 @pytest.mark.parametrize("transport", ["ray", "process_group"])
 def test_without_gpus_none_are_needed(transport: str) -> None:
     config = load_config(["+recipe=tiny", "run.samplers=2", f"sync.transport={transport}"])
