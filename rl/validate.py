@@ -17,7 +17,7 @@ from rl.config import Config
 from rl.config.model import SpecConfig
 from rl.errors import ConfigError
 from rl.placement import spread_problems
-from sampler.model_check import rank_problems
+from sampler.model_check import rank_problems, spec_problems
 
 
 def resolve_specs(config: SpecConfig) -> tuple[ExecutionSpec, ExecutionSpec]:
@@ -124,6 +124,15 @@ def start_problems(config: Config, model: Architecture) -> Iterator[str]:
             f" responses in algorithm.updates_per_iteration={algorithm.updates_per_iteration} updates, each of which"
             " needs one for every replica"
         )
+    least = "min_groups" if algorithm.min_groups else "prompts_per_iteration"
+    if algorithm.round_size * algorithm.max_rounds < getattr(algorithm, least):
+        yield (
+            f"algorithm.max_rounds={algorithm.max_rounds} rounds of algorithm.prompts_per_round={algorithm.round_size}"
+            f" prompts cannot fill algorithm.{least}={getattr(algorithm, least)}"
+        )
+    strict = not config.sampler.stock and resolve_specs(config.spec)[1].strict
+    for problem in spec_problems(strict, config.sampler):
+        yield f"sampler.{problem}"
     yield from _sampler_rank_problems(config)
 
 

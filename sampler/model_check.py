@@ -59,16 +59,9 @@ def check_model(model_dir: Path, precision_map: PrecisionMap | None, config: Sam
             f"SamplerConfig.max_model_len={config.max_model_len} is more than max_position_embeddings="
             f"{model['max_position_embeddings']} of {model_dir}"
         )
-    if config.chunked_prefill and (precision_map is None or precision_map.model is None):
-        raise ValueError(
-            "SamplerConfig.chunked_prefill=True needs a strict spec: on CPUs, vLLM cannot cut the prompt of a"
-            " request with a seed of its own"
-        )
-    if config.cuda_graph_sizes and precision_map is not None and precision_map.model is not None:
-        raise ValueError(
-            f"SamplerConfig.cuda_graph_sizes={config.cuda_graph_sizes} must be empty under a strict spec, whose"
-            " attention asks in every step which sequences there are"
-        )
+    strict = precision_map is not None and precision_map.model is not None
+    for problem in spec_problems(strict, config):
+        raise ValueError(f"SamplerConfig.{problem}")
     if config.device == "cpu" and _head_dim(model) not in HEAD_DIMS:
         raise ValueError(
             f"{model_dir} has attention heads of {_head_dim(model)} elements, vLLM's CPU attention takes"
@@ -114,6 +107,20 @@ def rank_problems(specs: Iterable[ExecutionSpec], config: SamplerConfig) -> Iter
         yield f"under {name} one scale is over all rows of a layer, of which each process has those of its experts"
 
 
+def spec_problems(strict: bool, config: SamplerConfig) -> Iterator[str]:
+    """Settings that do not go with the spec, whatever the model. strict: whether it is a strict one."""
+    if config.chunked_prefill and not strict:
+        yield (
+            "chunked_prefill=True needs a strict spec: on CPUs, vLLM cannot cut the prompt of a request with a seed of"
+            " its own"
+        )
+    if config.cuda_graph_sizes and strict:
+        yield (
+            f"cuda_graph_sizes={config.cuda_graph_sizes} must be empty under a strict spec, whose attention asks in"
+            " every step which sequences there are"
+        )
+
+
 def _scaled_over_all(spec: ExecutionSpec) -> bool:
     return spec.activation is not None and spec.activation.outer_domain == "tensor"
 
@@ -135,9 +142,14 @@ def _head_dim(model: dict[str, Any]) -> int:
     return model.get("head_dim") or model["hidden_size"] // model["num_attention_heads"]
 
 
+def least_cache_tokens(config: SamplerConfig) -> int:
+    """One sequence of the greatest length in whole blocks, and the block that vLLM keeps for itself."""
+    return (math.ceil(config.max_model_len / BLOCK_SIZE) + 1) * BLOCK_SIZE
+
+
 def _cache_bytes(model: dict[str, Any], config: SamplerConfig) -> int:
-    """Of one sequence of the greatest length, and of the block that vLLM keeps for itself."""
-    tokens = (math.ceil(config.max_model_len / BLOCK_SIZE) + 1) * BLOCK_SIZE
+    """Of the least that vLLM works with."""
+    tokens = least_cache_tokens(config)
     itemsize = {"float32": 4, "bfloat16": 2}[config.dtype]
     heads = model["num_key_value_heads"] // config.tensor_parallel
     return 2 * tokens * model["num_hidden_layers"] * heads * _head_dim(model) * itemsize

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from kernels.experts import can_stand_in_tiles
 from learner.families.architecture import Architecture
 from learner.layout import Layout
 from rl.config import Config
 from rl.preflight.batch import Batch
 from rl.preflight.memory import Memory, cache_bytes_per_token
+from rl.validate import resolve_maps
+from sampler.model_check import HEAD_DIMS, least_cache_tokens
 
 GIB = 2**30
 
@@ -71,7 +74,19 @@ def sampler_problems(config: Config, model: Architecture) -> Iterator[str]:
     ):
         if value % tensor:
             yield f"sampler.tensor_parallel={tensor} does not divide the model's {value} {what}"
-    needed = sampler.max_model_len * cache_bytes_per_token(model, sampler, tensor)
+    if sampler.device == "cpu" and model.head_dim not in HEAD_DIMS:
+        yield (
+            f"sampler.device=cpu: the model has attention heads of {model.head_dim} elements, vLLM's CPU attention takes"
+            f" {', '.join(map(str, HEAD_DIMS))}"
+        )
+    specs = resolve_maps(config.spec, model.layers)[1].layers
+    tiled = any(can_stand_in_tiles(model.hidden, model.expert_ffn, spec) for spec in specs)
+    if sampler.expert_layout == "tiles" and not tiled:
+        yield (
+            "sampler.expert_layout=tiles: no layer can stand in tiles, which need 4-bit weights in blocks of 1x16 and"
+            f" widths of multiples of 128, got hidden size {model.hidden} and expert FFN width {model.expert_ffn}"
+        )
+    needed = least_cache_tokens(sampler) * cache_bytes_per_token(model, sampler, tensor)
     if needed > sampler.kv_cache_gib * GIB:
         yield (
             f"sampler.kv_cache_gib={sampler.kv_cache_gib:g}: keys and values of one sequence of sampler.max_model_len="
@@ -82,11 +97,6 @@ def sampler_problems(config: Config, model: Architecture) -> Iterator[str]:
 def batch_problems(config: Config, batch: Batch) -> Iterator[str]:
     if batch.length > batch.limit:
         yield f"algorithm.expected_length={batch.length} is more than sampler.max_model_len={batch.limit}"
-    if batch.drawn_a_round * batch.rounds < batch.prompts:
-        yield (
-            f"algorithm.max_rounds={batch.rounds} rounds of algorithm.prompts_per_round={batch.drawn_a_round} prompts"
-            f" cannot fill algorithm.prompts_per_iteration={batch.prompts}"
-        )
 
 
 def memory_problems(
