@@ -103,8 +103,6 @@ def rank_problems(specs: Iterable[ExecutionSpec], config: SamplerConfig) -> Iter
         )
     if any(spec.strict for spec in specs):
         yield "a strict spec fixes the order of every sum, and processes that share out attention add up in another"
-    for name in sorted({spec.name for spec in specs if _scaled_over_all(spec)}):
-        yield f"under {name} one scale is over all rows of a layer, of which each process has those of its experts"
 
 
 def spec_problems(strict: bool, config: SamplerConfig) -> Iterator[str]:
@@ -119,10 +117,6 @@ def spec_problems(strict: bool, config: SamplerConfig) -> Iterator[str]:
             f"cuda_graph_sizes={config.cuda_graph_sizes} must be empty under a strict spec, whose attention asks in"
             " every step which sequences there are"
         )
-
-
-def _scaled_over_all(spec: ExecutionSpec) -> bool:
-    return spec.activation is not None and spec.activation.outer_domain == "tensor"
 
 
 def _check_tiles(model: dict[str, Any], model_dir: Path, precision_map: PrecisionMap | None) -> None:

@@ -20,7 +20,8 @@ from sampler.expert_parallel import SharedExperts
 
 TOKENS, HIDDEN, FFN, EXPERTS, TOP_K = 9, 128, 128, 4, 3
 SPECS = {
-    name: named_spec(name) for name in ("minite", "minite_expert", "bf16", "fp32", "flashinfer_exact")
+    name: named_spec(name)
+    for name in ("minite", "minite_expert", "bf16", "fp32", "flashinfer_exact", "te_per_tensor", "te_exact")
 } | {
     "expert order": replace(named_spec("minite"), combine=Combine.EXPERT_ORDER),
     "fma": replace(named_spec("minite"), combine=Combine.SLOT_ORDER_FMA),
