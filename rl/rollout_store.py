@@ -16,6 +16,7 @@ import numpy as np
 from safetensors.numpy import load_file, save_file
 
 from rl.data.prompts import Prompt
+from rl.errors import DataError
 from rl.partial import NOTHING, Backlog, PartialGroup
 from rl.pipeline import RolloutBatch
 from rl.rewards.score import Score
@@ -33,7 +34,9 @@ def save_rollouts(folder: Path, batch: RolloutBatch) -> None:
 
 
 def load_rollouts(folder: Path, prompt_at: PromptAt) -> RolloutBatch | None:
-    """What `save_rollouts` wrote, with the prompts that `prompt_at` gives for positions; None without a folder."""
+    """What `save_rollouts` wrote, with the prompts that `prompt_at` gives for positions; None without a folder. Raises
+    DataError for files of another form.
+    """
     if not folder.exists():
         return None
     groups, scores, rest = _load(folder, prompt_at)
@@ -98,6 +101,11 @@ def _save(
 def _load(folder: Path, prompt_at: PromptAt) -> tuple[list[PartialGroup], list[list[Score]], dict[str, Any]]:
     arrays = load_file(folder / _ARRAYS)
     rest = json.loads((folder / _REST).read_text(encoding="utf-8"))
+    if missing := [key for key in ("prompts", "finish_reasons", "scores") if key not in rest]:
+        raise DataError(
+            f"{folder / _REST} lacks {', '.join(missing)}: another version of miniTE wrote it; go on with that one, or"
+            " start a new run"
+        )
     lengths = iter(arrays["lengths"].tolist())
     groups, token, routed = [], 0, 0
     for position, reasons in zip(rest["prompts"], rest["finish_reasons"], strict=True):

@@ -20,7 +20,7 @@ from rl.collect import collect
 from rl.compose import load_config
 from rl.config.algorithm import AlgorithmConfig, PartialRolloutsConfig
 from rl.data.prompts import Prompt
-from rl.errors import ConfigError
+from rl.errors import ConfigError, DataError
 from rl.groups import TooFewGroups
 from rl.metrics import METRICS
 from rl.partial import (
@@ -349,6 +349,9 @@ def test_a_stored_backlog_comes_back_as_it_was(tmp_path: Path, routed: bool) -> 
         for one, other in zip(ours.completions, theirs.completions, strict=True):
             assert (one.routes is not None) == routed and np.array_equal(one.routes, other.routes)
     assert load_backlog(tmp_path / "none", prompt_at) == NOTHING
+    (tmp_path / "backlog" / "rollouts.json").write_text('{"groups": [], "scores": []}')
+    with pytest.raises(DataError, match=r"rollouts\.json lacks prompts, finish_reasons: another version"):
+        load_backlog(tmp_path / "backlog", prompt_at)
     assert str(backlog) == (
         "3 responses of 2 groups are not finished (12 tokens in these groups), and 1 complete groups wait for a batch"
     )
