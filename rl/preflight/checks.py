@@ -76,7 +76,7 @@ def sampler_problems(config: Config, model: Architecture) -> Iterator[str]:
             yield f"sampler.tensor_parallel={tensor} does not divide the model's {value} {what}"
     if sampler.device == "cpu" and model.head_dim not in HEAD_DIMS:
         yield (
-            f"sampler.device=cpu: the model has attention heads of {model.head_dim} elements, vLLM's CPU attention takes"
+            f"sampler.device=cpu: attention heads of {model.head_dim} elements; vLLM's CPU attention takes"
             f" {', '.join(map(str, HEAD_DIMS))}"
         )
     specs = resolve_maps(config.spec, model.layers)[1].layers

@@ -116,9 +116,7 @@ def test_it_works_as_one_learner(folder: Path, tmp_path: Path) -> None:
 
 
 def test_what_is_measured_of_an_engine_is_its_largest_process(tmp_path: Path):
-    one, two = (
-        start_group(Measured, f"of_{n}", LearnerConfig(data_parallel=n), tmp_path) for n in (1, 2)
-    )
+    one, two = (start_group(Measured, f"of_{n}", LearnerConfig(data_parallel=n), tmp_path) for n in (1, 2))
     assert largest([one, two], "memory_mib") == 101.0
     assert largest([one], "memory_mib") == 100.0
     stop_actor(one)
