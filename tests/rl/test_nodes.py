@@ -25,8 +25,8 @@ SETTINGS = (
     "learner.data_parallel=2",
     "model.warm_start.steps=0",
     "reward.function=tests.rl.custom_rewards:even_length",
-    "run.iterations=3",
-    "evaluation.every=3",
+    "run.iterations=2",
+    "evaluation.every=2",
 )
 
 
@@ -98,12 +98,12 @@ def test_a_run_that_loses_a_node_goes_on_and_is_the_run_that_did_not(cluster: Ra
     [line] = [line for line in output.splitlines() if line.startswith("error: ")]
     assert f"node {SECOND} is gone" in line and "run.resume" in line
     assert "Traceback" not in output
-    assert 1 <= max(checkpoints.steps()) < 3
+    assert checkpoints.steps() == [1]
 
     again = ("run.name=broken", "run.resume=latest", "sync.transport=process_group")
     assert main(arguments(tmp_path, *SETTINGS, *again)) == 0
     whole, broken = (
         comparable(read_history(run_folder(tmp_path, name) / "metrics.jsonl")) for name in ("whole", "broken")
     )
-    assert broken == whole and max(whole) == 3
-    assert all(whole[step]["policy/grad_norm"] > 0 for step in (1, 2, 3))
+    assert broken == whole and max(whole) == 2
+    assert all(whole[step]["policy/grad_norm"] > 0 for step in (1, 2))
