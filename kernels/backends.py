@@ -98,7 +98,7 @@ class Family:
 
 
 def _triton(name: str) -> ExpertKernels:
-    from kernels.triton import layer, slot_order
+    from kernels.triton import combine, layer, slot_order
 
     native = name == "triton_native"
     return ExpertKernels(
@@ -110,14 +110,14 @@ def _triton(name: str) -> ExpertKernels:
         StoredLayout.ROWS if native else StoredLayout.TILES,
         slot_order.sort_slots,
         None if native else layer.pack_rows,
-        layer.collect,
+        combine.collect,
         absent_slots=True,
     )
 
 
 def _grouped_bf16(name: str) -> ExpertKernels:
+    from kernels.triton import combine, slot_order
     from kernels.triton import plain_layer as own
-    from kernels.triton import slot_order
 
     return ExpertKernels(
         name,
@@ -126,7 +126,7 @@ def _grouped_bf16(name: str) -> ExpertKernels:
         own.forward,
         own.expert_layer,
         sort_slots=slot_order.sort_slots,
-        collect=own.collect,
+        collect=combine.collect,
         absent_slots=True,
     )
 

@@ -321,7 +321,7 @@ class Sampler:
         except Exception:
             check_guards(guards)  # which may say why
             raise
-        self._ranks.agree(_found_by(guards), [_written(output) for output in outputs])
+        self._ranks.agree(_found_by(guards), map(_written, outputs))
         return outputs
 
     def _seeded(self, seed: int) -> dict[str, Any]:

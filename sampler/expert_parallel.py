@@ -14,7 +14,7 @@ import torch
 
 from kernels.backends import ExpertKernels
 from kernels.shard import Shard
-from kernels.slots import slot_coefficients, slot_spec, spread
+from kernels.slots import slot_coefficients, spread
 from kernels.spec import ExecutionSpec
 
 # rows [R, H], their experts integer [R, 1] counted among the own, coefficients float32 [R, 1] -> [R, H]
@@ -28,10 +28,6 @@ class SharedExperts:
     own: Shard
     add_up: Callable[[torch.Tensor], torch.Tensor]
 
-    def spec(self, spec: ExecutionSpec) -> ExecutionSpec:
-        """Under which the own experts compute, in a layer under `spec`."""
-        return slot_spec(spec)
-
     def layer(
         self,
         x: torch.Tensor,
@@ -42,7 +38,8 @@ class SharedExperts:
         spec: ExecutionSpec,
     ) -> torch.Tensor:
         """The output [T, H] of tokens x [T, H], which all ranks have. ids: integer [T, k], of all experts;
-        coefficients: float32 [T, k]; own_experts: by `kernels`. All ranks must come here with the same.
+        coefficients: float32 [T, k]; own_experts: by `kernels`, under `slot_spec(spec)`. All ranks must come here with
+        the same.
         """
         slots = self._own_slots(x, ids, coefficients, own_experts, kernels, spec)
         places = torch.arange(ids.numel(), device=ids.device).view(ids.shape)

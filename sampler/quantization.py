@@ -20,6 +20,7 @@ from kernels import backends
 from kernels.experts import ExpertWeights, StoredLayout
 from kernels.guard import NonFiniteGuard
 from kernels.precision_map import PrecisionMap
+from kernels.slots import slot_spec
 from kernels.spec import ExecutionSpec
 from sampler.expert_parallel import shared_experts
 from sampler.graphs import token_places
@@ -238,7 +239,7 @@ class ExpertMethod(FusedMoEMethodBase):
 
     def _run_under(self, spec: ExecutionSpec) -> None:
         self.spec = spec
-        self.computed_spec = spec if self.shared is None else self.shared.spec(spec)
+        self.computed_spec = spec if self.shared is None else slot_spec(spec)
         self._prepared: Any = None
 
     def _kernels(self) -> backends.ExpertKernels:

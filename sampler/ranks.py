@@ -7,7 +7,7 @@ from parts that one process each computed, so that all have the same bits, and s
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch.distributed as dist
@@ -28,7 +28,7 @@ class Ranks:
 
         return cls(count, get_world_group().cpu_group)
 
-    def agree(self, problem: ValueError | None, written: Sequence[Any]) -> None:
+    def agree(self, problem: ValueError | None, written: Iterable[Any]) -> None:
         """To be called by all of them after the same work. problem: what this one found wrong; written: its results, of
         plain values.
 
@@ -38,7 +38,7 @@ class Ranks:
             if problem is not None:
                 raise problem
             return
-        own = str(problem or ""), hashlib.sha256(repr(written).encode()).hexdigest()
+        own = str(problem or ""), hashlib.sha256(repr(list(written)).encode()).hexdigest()
         told: list[Any] = [None] * self.count
         dist.all_gather_object(told, own, group=self._group)
         if problems := [text for text, _ in told if text]:

@@ -74,6 +74,17 @@ def combine_rows(
     return output
 
 
+def collect(
+    rows: torch.Tensor,
+    row_of_slot: torch.Tensor,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    spec: ExecutionSpec,
+) -> torch.Tensor:
+    """As `kernels.slots.collect`, the same bits, in one pass over rows: FC2's, so that BF16 holds them."""
+    return combine_rows(rows.to(torch.bfloat16), row_of_slot.int(), topk_weights, spec)
+
+
 @triton.jit
 def _combine(
     fc2,

@@ -25,7 +25,6 @@ from kernels.spec import Backward, Epilogue, ExecutionSpec
 from kernels.triton import ops
 from kernels.triton import packed_rows as packing
 from kernels.triton.backward import Saved, expert_gradients
-from kernels.triton.combine import combine_rows
 from kernels.triton.matrix import ExpertMatrix
 from kernels.triton.support import check_layer, check_quantizer
 from kernels.triton.weights import quantize_weight
@@ -231,18 +230,6 @@ class _ExpertLayer(torch.autograd.Function):
             grad_outputs[0], topk_weights, w13, w2, Saved(*saved[:4]), ops.groups_of(saved[4:])
         )
         return found.x, None, found.topk_weights, found.w13, found.w2, None, None
-
-
-def collect(
-    rows: torch.Tensor,
-    row_of_slot: torch.Tensor,
-    topk_ids: torch.Tensor,
-    topk_weights: torch.Tensor,
-    spec: ExecutionSpec,
-) -> torch.Tensor:
-    """As `kernels.slots.collect`, the same bits, in one pass over rows: FC2's, so that BF16 holds them."""
-    check_spec(spec)
-    return combine_rows(rows.to(torch.bfloat16), row_of_slot.int(), topk_weights, spec)
 
 
 def needs_gradient(*inputs: torch.Tensor) -> bool:

@@ -20,7 +20,7 @@ from kernels.guard import NonFiniteGuard, Operand
 from kernels.probe import listened_to, show
 from kernels.spec import Backward, Epilogue, ExecutionSpec
 from kernels.triton.backward import Saved, expert_gradients, grouped_mm
-from kernels.triton.combine import combine, combine_rows
+from kernels.triton.combine import combine
 from kernels.triton.grouping import ALIGN, ExpertGroups, group
 from kernels.triton.layer import check_ids, check_inputs, check_masters, needs_gradient
 from kernels.triton.operand import BLOCK
@@ -98,18 +98,6 @@ def forward(
     check_ids(topk_ids, len(prepared.w13), guard)
     run = experts if torch.compiler.is_compiling() else run_experts
     return run(x.detach(), topk_ids, topk_weights.detach(), prepared.w13, prepared.w2)
-
-
-def collect(
-    rows: torch.Tensor,
-    row_of_slot: torch.Tensor,
-    topk_ids: torch.Tensor,
-    topk_weights: torch.Tensor,
-    spec: ExecutionSpec,
-) -> torch.Tensor:
-    """As `kernels.triton.layer.collect`, for the specs that are computed here."""
-    check_spec(spec)
-    return combine_rows(rows.to(torch.bfloat16), row_of_slot.int(), topk_weights, spec)
 
 
 @torch.library.custom_op("minite::plain_experts", mutates_args=())

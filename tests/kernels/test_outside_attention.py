@@ -70,6 +70,18 @@ def computed(
     return out, lse, *attention_gradient(d_out, q, k, v, out, lse, bounds, longest, scale)
 
 
+def right_at_every_call(tensors: list[torch.Tensor], lengths: list[int], scale: float) -> None:
+    """Results and gradients, with the same bits in ten more calls."""
+    bounds, longest = bounds_of(lengths), max(lengths)
+    found = computed(tensors, bounds, longest, scale)
+    wanted, _, exact = expected(tensors, lengths, scale)
+    for own, right in zip((found[0], *found[2:]), (wanted, *exact), strict=True):
+        close(own, right)
+    for _ in range(10):
+        again = computed(tensors, bounds, longest, scale)
+        assert all(torch.equal(one, other) for one, other in zip(found, again, strict=True))
+
+
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize(
     ("lengths", "heads", "groups", "width"),
@@ -101,13 +113,7 @@ def test_long_sequences_and_many_programs_at_once(width: int) -> None:
     """Long loops of a full device, where copies ahead and products overlap."""
     lengths = [1500, 37, 900, 1300]
     tensors, scale = operands(lengths, 16, 2, width, torch.bfloat16), width**-0.5
-    found = computed(tensors, bounds_of(lengths), 1500, scale)
-    wanted, _, exact = expected(tensors, lengths, scale)
-    for own, right in zip((found[0], *found[2:]), (wanted, *exact), strict=True):
-        close(own, right)
-    for _ in range(5):
-        again = computed(tensors, bounds_of(lengths), 1500, scale)
-        assert all(torch.equal(one, other) for one, other in zip(found, again, strict=True))
+    right_at_every_call(tensors, lengths, scale)
 
 
 @pytest.mark.gpu
@@ -118,13 +124,7 @@ def test_numbers_of_heads_that_are_no_powers_of_two(heads: int, groups: int, wid
     """Several blocks of queries for each key, in more sequences than the device has processors."""
     lengths = torch.randint(100, 400, (160,), generator=torch.Generator().manual_seed(0)).tolist()
     tensors, scale = operands(lengths, heads, groups, width, torch.bfloat16), width**-0.5
-    found = computed(tensors, bounds_of(lengths), 400, scale)
-    wanted, _, exact = expected(tensors, lengths, scale)
-    for own, right in zip((found[0], *found[2:]), (wanted, *exact), strict=True):
-        close(own, right)
-    for _ in range(10):
-        again = computed(tensors, bounds_of(lengths), 400, scale)
-        assert all(torch.equal(one, other) for one, other in zip(found, again, strict=True))
+    right_at_every_call(tensors, lengths, scale)
 
 
 def test_a_sequence_has_the_same_bits_in_another_packing() -> None:

@@ -12,8 +12,7 @@ from kernels.quantize import decode, quantize_activation
 from kernels.routing import Routing
 from kernels.swiglu import swiglu
 from kernels.swizzle import unswizzle_128x4
-from kernels.triton import layer, plain_layer
-from kernels.triton.combine import combine
+from kernels.triton.combine import collect, combine
 from kernels.triton.grouping import ExpertGroups, group
 from kernels.triton.swiglu import swiglu_quantize
 from tests.kernels.triton_env import DEVICE
@@ -124,7 +123,7 @@ def test_rows_in_another_order_are_combined() -> None:
     expected = slots.collect(rows, places, ids, p, MINITE)
     for own in (rows, rows.float()):
         given = [tensor.to(DEVICE) for tensor in (own, places, ids, p)]
-        for found in (layer.collect(*given, MINITE), plain_layer.collect(*given, named_spec("bf16"))):
+        for found in (collect(*given, MINITE), collect(*given, named_spec("bf16"))):
             assert torch.equal(found.cpu(), expected)
     in_order = slots.gather(rows[places.flatten()], ids, p, MINITE)
     assert torch.equal(expected, in_order)
