@@ -157,17 +157,16 @@ def _products(target: int) -> Iterator[Compilation]:
         "tile_expert_ptr": "*i32",
         "starts_ptr": "*i32",
         "counts_ptr": "*i32",
+        "after_ptr": "*i32",
+        "finished_ptr": "*i32",
     }
-    constants = {"N": 2 * FFN, "K": HIDDEN, "BM": 16, "STAGES": few.stages}
-    yield Compilation(
-        "product of few rows",
-        target,
-        decode_product,
-        types,
-        constants,
-        {"num_warps": few.warps, "maxnreg": few.registers},
-        _WGMMA,
-    )
+    options = {"num_warps": few.warps, "maxnreg": few.registers}
+    for name, features, width in (("FC1", 2 * FFN, HIDDEN), ("FC2", HIDDEN, FFN)):
+        constants = {"N": features, "K": width, "BM": 16, "STAGES": few.stages}
+        constants |= {"AFTER": name == "FC2", "REPORT": name == "FC1"}
+        yield Compilation(
+            f"product of few rows, {name}", target, decode_product, types, constants, options, _WGMMA
+        )
     types = {
         "d_y_desc": "tensordesc<bf16[64, 128]>",
         "x_desc": "tensordesc<bf16[64, 256]>",
@@ -214,12 +213,13 @@ def _quantisers(target: int) -> Iterator[Compilation]:
         "scales": "*u8",
     }
     pointers |= {"outer": "*fp32", "bad": "*u8", "permutation": "*i32", "starts": "*i32", "count": rows}
-    pointers |= {"tile_expert": "*i32", "bad_counts": "*i64"}
-    constants = {"EXPERTS": EXPERTS, "BLOCKS": FFN // 16, "PADDED": 64, "ROWS": 2, "KEEP_ACT": False}
+    pointers |= {"tile_expert": "*i32", "bad_counts": "*i64", "after": "*i32", "finished": "*i32"}
+    constants = {"EXPERTS": EXPERTS, "BLOCKS": FFN // 16, "PADDED": 64, "KEEP_ACT": False}
     constants |= {"QUANTIZE": True, "PACKED": target >= 100, "DECODED": target < 100}
     aligns = {"SwiGLU and quantise": 0} | ({"SwiGLU and quantise, few": 16} if target < 100 else {})
     for name, align in aligns.items():
-        own = constants | {"ALIGN": align}
+        own = constants | {"ALIGN": align, "ROWS": 1 if align else 2}
+        own |= {"AFTER": 2 * FFN // 128 if align else 0, "REPORT": align > 0}
         yield Compilation(name, target, swiglu._swiglu_quantize, pointers, own, strict, None, True)
     types = {"fc2": "*i32", "row_of_slot": "*i32", "coefficients": "*fp32", "output": "*i32"}
     constants = {"WIDTH": HIDDEN // 2, "COLUMNS": 256, "TOP_K": TOP_K, "OVERLAP": False}

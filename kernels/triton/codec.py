@@ -23,6 +23,17 @@ INFINITY_BITS = tl.constexpr(0x7F800000)
 ZERO_GROUP_BELOW = tl.constexpr(7.888609052210118e-31)  # 2^-100
 
 
+# $0: what was found; $1: where; $2: the least.
+_WAIT_UNTIL = tl.constexpr("""{
+    .reg .pred less;
+again:
+    ld.relaxed.gpu.global.s32 $0, [$1];
+    setp.lt.s32 less, $0, $2;
+    @less bra again;
+    fence.acq_rel.gpu;
+}""")
+
+
 @triton.jit
 def wait_for_kernel_before():
     """For kernels launched with `launch_pdl`, which start while the kernel before them ends (programmatic dependent
@@ -41,6 +52,34 @@ def let_next_kernel_start():
     """
     if COMPILED:
         tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def wait_until(counter, least):
+    """Waits until the int32 at `counter` is `least` or more, where programs of a kernel before this one count with
+    `report_finished`; what they stored before they did can then be read. All of those programs must have started:
+    that is so for kernels that were let start by `let_next_kernel_start` or `wait_for_kernel_before` in each of them.
+    """
+    if COMPILED:
+        tl.inline_asm_elementwise(_WAIT_UNTIL, "=r,l,r", [counter.to(tl.int64), least], tl.int32, False, 1)
+
+
+@triton.jit
+def report_finished(counter, mask=None):
+    """Adds one to the int32 at `counter`, once all that this program has stored can be read by who sees it."""
+    if COMPILED:
+        tl.debug_barrier()
+    tl.atomic_add(counter, 1, mask=mask, sem="release")
+
+
+@triton.jit
+def end_behind_kernel_before():
+    """Last in a kernel that waits for parts of the kernel before it only: it then ends after that one, so that who waits
+    for its end can rely on both. Its last program alone waits.
+    """
+    if COMPILED:
+        if tl.program_id(0) == tl.num_programs(0) - 1:
+            tl.extra.cuda.gdc_wait()
 
 
 @triton.jit

@@ -11,7 +11,14 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.triton.codec import COMPILED, wait_for_kernel_before
+from kernels.triton.codec import (
+    COMPILED,
+    end_behind_kernel_before,
+    let_next_kernel_start,
+    report_finished,
+    wait_for_kernel_before,
+    wait_until,
+)
 from kernels.triton.grouped_gemm import as_stored, check_operand, to_bf16
 from kernels.triton.grouping import ExpertGroups
 from kernels.triton.matrix import ExpertMatrix
@@ -29,11 +36,16 @@ def decode_gemm(
     *,
     out: torch.Tensor,
     tile: DecodeTile | None = None,
+    after: torch.Tensor | None = None,
+    finished: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """As `kernels.triton.grouped_gemm.grouped_gemm`, bit for bit, but for few rows an expert; rows in padding are not
     written. A tile has as many rows as `groups` are aligned to: 16, 32 or 64. The kernel before this one, which makes
-    the operand, and this one overlap: `groups` must be complete before that one lets this one start. Raises ValueError
-    for operands that do not fit or that are not decoded, for groups aligned otherwise, and for weights whose N or K is
+    the operand, and this one overlap: `groups` must be complete before that one lets this one start.
+
+    after: int32 [tiles], where that kernel counts the rows of each tile that it has finished: a tile then waits for its
+    own rows rather than for the end of that kernel. finished: int32 [tiles], to which each program that is done adds
+    one, N / 128 for a tile in all. Raises ValueError for operands that do not fit or that are not decoded, for groups aligned otherwise, and for weights whose N or K is
     no multiple of 128.
     """
     _, features, width = weight.shape
@@ -57,9 +69,13 @@ def decode_gemm(
         groups.tile_expert,
         groups.starts,
         groups.counts,
+        groups.starts if after is None else after,
+        groups.starts if finished is None else finished,
         N=features,
         K=width,
         BM=groups.align,
+        AFTER=after is not None,
+        REPORT=finished is not None,
         STAGES=tile.stages,
         num_warps=tile.warps,
         maxnreg=tile.registers,
@@ -79,9 +95,13 @@ def decode_product(
     tile_expert_ptr,
     starts_ptr,
     counts_ptr,
+    after_ptr,
+    finished_ptr,
     N: tl.constexpr,
     K: tl.constexpr,
     BM: tl.constexpr,
+    AFTER: tl.constexpr,
+    REPORT: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """x: float16 [R, K]; words, scales: `pack_tiles`; out: bfloat16 [R, N]. Rows in padding are left as they are."""
@@ -102,7 +122,11 @@ def decode_product(
         rows = (first + tl.arange(0, BM)).to(tl.int64)
         # Without a mask: what stands behind the last row is not stored, and must only be there.
         x_at = x_ptr + first.to(tl.int64) * K + tl.arange(0, BM)[:, None] * K + tl.arange(0, 128)[None, :]
-        wait_for_kernel_before()
+        if AFTER:
+            let_next_kernel_start()
+            wait_until(after_ptr + row_tile, tl.minimum(end - first, BM))
+        else:
+            wait_for_kernel_before()
         ga = tl.load(ga_ptr + rows, mask=inside, other=0.0)
         acc = tl.zeros((128, BM), tl.float32)
         for k in tl.range(0, K_TILES, num_stages=STAGES):
@@ -110,8 +134,14 @@ def decode_product(
             acc = tl.dot(load_tile(words_at, scales_at, k), x.T, acc)
         value = to_bf16(acc * (ga[None, :] * gb[:, None]))
         tl.store(out_ptr + rows[None, :] * N + columns[:, None], value, mask=inside[None, :])
-    else:
+        if REPORT:
+            report_finished(finished_ptr + row_tile)
+    elif not AFTER:
         wait_for_kernel_before()
+    else:
+        let_next_kernel_start()
+    if AFTER:
+        end_behind_kernel_before()
 
 
 @triton.jit

@@ -242,15 +242,26 @@ def _few_steps(
     assert quantizer is not None
     form = {"packed": seen, "decoded": True}
     counts = (None, None) if seen else bad
+    # A step goes on with the tiles that the one before has finished, while that one still works on others.
+    finished = (None, None) if seen or groups.finished is None else groups.finished
     if isinstance(x, PackedRows):
         operand = permute_packed(x, groups, counts[0])
     else:
         operand = permute_quantize(x, groups, quantizer, **form, bad_counts=counts[0])
     fc1 = _rows_for(groups, w13)
-    decode_gemm(operand, w13, groups, out=fc1)
-    inner, act = swiglu_quantize(fc1, groups, quantizer, **form, keep_act=seen, bad_counts=counts[1])
+    decode_gemm(operand, w13, groups, out=fc1, finished=finished[0])
+    inner, act = swiglu_quantize(
+        fc1,
+        groups,
+        quantizer,
+        **form,
+        keep_act=seen,
+        bad_counts=counts[1],
+        after=finished[0],
+        finished=finished[1],
+    )
     fc2 = _rows_for(groups, w2)
-    decode_gemm(inner, w2, groups, out=fc2)
+    decode_gemm(inner, w2, groups, out=fc2, after=finished[1])
     if seen:
         _count_bad(operand, inner, groups, bad)
     show_operands(groups, x if isinstance(x, PackedRows) else operand, inner)

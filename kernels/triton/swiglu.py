@@ -29,14 +29,18 @@ from kernels.triton.codec import (
     approximate_reciprocal,
     bf16_high,
     bf16_low,
+    end_behind_kernel_before,
     let_next_kernel_start,
     pack_bf16,
+    report_finished,
     wait_for_kernel_before,
+    wait_until,
 )
 from kernels.triton.grouping import ExpertGroups
 from kernels.triton.operand import BLOCK, GroupedOperand, count_bad, empty_operand, finish_tiles
 from kernels.triton.quantize import tile, tile_of_few
 from kernels.triton.support import check_bad_counts, check_quantizer, words
+from kernels.triton.tiles import TILE
 
 _MINUS_LOG2_E = tl.constexpr(-1.4426950408889634)
 _LESS = tl.constexpr(1 - 2**-17)  # more than the relative error of silu where that is above 2^-119
@@ -81,6 +85,8 @@ def swiglu_quantize(
     decoded: bool,
     keep_act: bool,
     bad_counts: torch.Tensor | None = None,
+    after: torch.Tensor | None = None,
+    finished: torch.Tensor | None = None,
 ) -> tuple[GroupedOperand, torch.Tensor | None]:
     """FC1's output bfloat16 [R, 2F] in grouped order, gate then up -> FC2's quantised input, and the same before
     quantisation, bfloat16 [R, F] with padding rows of zeros, if `keep_act`.
@@ -88,7 +94,9 @@ def swiglu_quantize(
     Rows of padding are not read; rows from starts[E] on are neither read nor written. bad_counts: int64 [E], to which
     the number of each expert's rows that are not finite is added; padding is then not written either, `groups` must be
     complete before the kernel before this one, which makes fc1, lets this one start, and the kernel after may start
-    before that one has ended. The first call on a device makes a table there, and cannot be part of a CUDA graph.
+    before that one has ended. after, finished, with bad_counts only: int32 [R / align], where programs of FC1 count for each
+    tile of rows what they have finished, so that a row waits for its own tile alone, and where its rows are counted
+    here, one by one. The first call on a device makes a table there, and cannot be part of a CUDA graph.
     Raises ValueError for specs other than `minite`'s, for another shape or type, when no form is asked for, and for
     bad_counts beside packed codes or `keep_act`.
     """
@@ -99,6 +107,8 @@ def swiglu_quantize(
         raise ValueError(
             "with bad_counts padding is not written: neither packed codes nor act can be asked for"
         )
+    if bad_counts is None and (after is not None or finished is not None):
+        raise ValueError("after and finished are for few rows: they take bad_counts")
     rows, width = fc1.shape[0], fc1.shape[1] // 2
     blocks, device = width // BLOCK, fc1.device
     result = empty_operand(groups, width, packed=packed, decoded=decoded)
@@ -106,7 +116,7 @@ def swiglu_quantize(
     if not rows:
         return result, act
     scales = torch.empty(rows if packed else 1, blocks, dtype=torch.uint8, device=device)
-    _launch(fc1, groups, act, result, scales, bad_counts)
+    _launch(fc1, groups, act, result, scales, bad_counts, after, finished)
     if packed:
         finish_tiles(result, groups, scales, result.outer_scales, result.bad.view(torch.uint8), top_k=0)
     return result, act
@@ -139,6 +149,8 @@ def _launch(
     result: GroupedOperand | None = None,
     scales: torch.Tensor | None = None,
     bad_counts: torch.Tensor | None = None,
+    after: torch.Tensor | None = None,
+    finished: torch.Tensor | None = None,
 ) -> None:
     """result: where what is quantised goes, with the block scales in their logical order beside it."""
     blocks = fc1.shape[1] // (2 * BLOCK)
@@ -161,12 +173,16 @@ def _launch(
         groups.starts,
         groups.tile_expert,
         bad_counts if few else unused,
+        unused if after is None else after,
+        unused if finished is None else finished,
         permutation.numel(),
         EXPERTS=groups.counts.shape[0],
         BLOCKS=blocks,
         PADDED=triton.next_power_of_2(blocks),
         ROWS=own.rows,
         ALIGN=groups.align if few else 0,
+        AFTER=0 if after is None else fc1.shape[1] // TILE,
+        REPORT=finished is not None,
         QUANTIZE=result is not None,
         PACKED=packed is not None,
         DECODED=decoded is not None,
@@ -224,12 +240,16 @@ def _swiglu_quantize(
     starts,
     tile_expert,
     bad_counts,
+    after,
+    finished,
     count,
     EXPERTS: tl.constexpr,
     BLOCKS: tl.constexpr,
     PADDED: tl.constexpr,
     ROWS: tl.constexpr,
     ALIGN: tl.constexpr,
+    AFTER: tl.constexpr,
+    REPORT: tl.constexpr,
     QUANTIZE: tl.constexpr,
     PACKED: tl.constexpr,
     DECODED: tl.constexpr,
@@ -237,7 +257,8 @@ def _swiglu_quantize(
 ):
     """fc1 int32 words [rows, 2 * 8 BLOCKS]; codes, decoded and act int32 words; scales [rows, BLOCKS].
     permutation: slot_of_row, `count` rows. ALIGN > 0: row_of_slot, `count` slots; padding is then left alone, and rows
-    that are not finite are counted for the experts of tiles of ALIGN rows.
+    that are not finite are counted for the experts of tiles of ALIGN rows. AFTER > 0: a row waits until so many programs
+    have finished its tile.
     """
     first = tl.program_id(0) * ROWS
     row = (first + tl.arange(0, ROWS)).to(tl.int64)
@@ -247,7 +268,14 @@ def _swiglu_quantize(
     if ALIGN > 0:
         row = other.to(tl.int64)
         let_next_kernel_start()
-        wait_for_kernel_before()  # not ahead of the groups, which are older
+        # Not ahead of the groups, which are older.
+        if AFTER > 0:
+            tl.static_assert(ROWS == 1)
+            own = tl.max(row, axis=0)
+            if own >= 0:
+                wait_until(after + own // ALIGN, AFTER)
+        else:
+            wait_for_kernel_before()
         inside = routed
         some = tl.max(routed.to(tl.int32), axis=0) > 0
     else:
@@ -297,3 +325,7 @@ def _swiglu_quantize(
                 tl.store(codes + to, tl.join(c0, c1).to(tl.int32, bitcast=True), mask=store[:, :, None])
             if DECODED:
                 tl.store(decoded + words_to, decoded_words(c0, c1, scale, ROWS, PADDED), mask=words_mask)
+        if REPORT:
+            report_finished(finished + row // ALIGN, mask=routed)
+    if AFTER > 0:
+        end_behind_kernel_before()
