@@ -221,9 +221,17 @@ def _quantisers(target: int) -> Iterator[Compilation]:
         own = constants | {"ALIGN": align, "ROWS": 1 if align else 2}
         own |= {"AFTER": 2 * FFN // 128 if align else 0, "REPORT": align > 0}
         yield Compilation(name, target, swiglu._swiglu_quantize, pointers, own, strict, None, True)
-    types = {"fc2": "*i32", "row_of_slot": "*i32", "coefficients": "*fp32", "output": "*i32"}
-    constants = {"WIDTH": HIDDEN // 2, "COLUMNS": 256, "TOP_K": TOP_K, "OVERLAP": False}
-    yield Compilation("combine", target, combine._combine, types, constants, strict, None, True)
+    types = {
+        "fc2": "*i32",
+        "row_of_slot": "*i32",
+        "coefficients": "*fp32",
+        "output": "*i32",
+        "after": "*i32",
+    }
+    constants = {"WIDTH": HIDDEN // 2, "COLUMNS": 256, "TOP_K": TOP_K, "ALIGN": 16}
+    for name, parts in (("combine", 0), *([("combine, few", HIDDEN // 128)] if target < 100 else [])):
+        own = constants | {"OVERLAP": parts > 0, "AFTER": parts}
+        yield Compilation(name, target, combine._combine, types, own, strict, None, True)
     if target < 100:
         types = {"records": "*u8", "words": "*i32", "index": "*i64", "slot_of_row": "*i32", "starts": "*i32"}
         types |= {

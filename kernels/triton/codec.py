@@ -56,12 +56,13 @@ def let_next_kernel_start():
 
 @triton.jit
 def wait_until(counter, least):
-    """Waits until the int32 at `counter` is `least` or more, where programs of a kernel before this one count with
+    """Waits until the int32 at each `counter` is `least` or more, where programs of a kernel before this one count with
     `report_finished`; what they stored before they did can then be read. All of those programs must have started:
     that is so for kernels that were let start by `let_next_kernel_start` or `wait_for_kernel_before` in each of them.
     """
     if COMPILED:
         tl.inline_asm_elementwise(_WAIT_UNTIL, "=r,l,r", [counter.to(tl.int64), least], tl.int32, False, 1)
+        tl.debug_barrier()  # a thread may have waited for some of them only
 
 
 @triton.jit
@@ -74,10 +75,10 @@ def report_finished(counter, mask=None):
 
 @triton.jit
 def end_behind_kernel_before():
-    """Last in a kernel that waits for parts of the kernel before it only: it then ends after that one, so that who waits
-    for its end can rely on both. Its last program alone waits.
+    """Last in a kernel that waits for parts of the kernel before it only: it then ends after that one, so that who
+    waits for its end can rely on both. Its last program alone waits.
     """
-    if COMPILED:
+    if COMPILED:  # noqa: SIM102  # known when the kernel is compiled, unlike what follows
         if tl.program_id(0) == tl.num_programs(0) - 1:
             tl.extra.cuda.gdc_wait()
 

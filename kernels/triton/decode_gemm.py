@@ -45,8 +45,8 @@ def decode_gemm(
 
     after: int32 [tiles], where that kernel counts the rows of each tile that it has finished: a tile then waits for its
     own rows rather than for the end of that kernel. finished: int32 [tiles], to which each program that is done adds
-    one, N / 128 for a tile in all. Raises ValueError for operands that do not fit or that are not decoded, for groups aligned otherwise, and for weights whose N or K is
-    no multiple of 128.
+    one, N / 128 for a tile in all. Raises ValueError for operands that do not fit or that are not decoded, for groups
+    aligned otherwise, and for weights whose N or K is no multiple of 128.
     """
     _, features, width = weight.shape
     if weight.words is None or weight.word_scales is None or operand.decoded is None:

@@ -34,8 +34,8 @@ class ExpertGroups:
     tile_expert: int32 [R / align], the expert of each tile of `align` rows; -1 from starts[E] on
     ids: the integers [T, k] that were grouped, contiguous; None where groups are put together from the other tensors.
         Held, since a copy's memory could otherwise be written while the groups are made
-    finished: int32 [2, R / align], zeros in tiles in use, where programs of FC1 and of SwiGLU count what they have
-        finished of each tile, for the next step of few rows; None where there are many slots
+    finished: int32 [3, R / align or some more], zeros in tiles in use, where programs of FC1, SwiGLU and FC2 count
+        what they have finished of each tile, for the next step of few rows; None where there are many slots
     """
 
     row_of_slot: torch.Tensor
@@ -88,7 +88,8 @@ def group(topk_ids: torch.Tensor, num_experts: int, align: int = ALIGN) -> Exper
         ints(*topk_ids.shape), ints(rows), ints(num_experts + 1), ints(num_experts), ints(tiles), align, ids
     )
     if slots <= _FEW:
-        groups = replace(groups, finished=ints(2, tiles))
+        finished = ints(3, -(-tiles // 4) * 4)  # each step's counts are aligned to 16 bytes
+        groups = replace(groups, finished=finished)
         _group_few[(num_experts,)](
             ids,
             groups.row_of_slot,
@@ -96,7 +97,7 @@ def group(topk_ids: torch.Tensor, num_experts: int, align: int = ALIGN) -> Exper
             groups.starts,
             groups.counts,
             groups.tile_expert,
-            groups.finished,
+            finished,
             slots,
             rows,
             E=num_experts,
@@ -189,8 +190,9 @@ def _group_few(
             tl.store(row_of_slot + slot, tl.full((BLOCK,), -1, tl.int32), mask=(slot < slots) & (found < 0))
     _fill(slot_of_row, start + count, end, -1, ALIGN)
     _fill(tile_expert, start // ALIGN, end // ALIGN, expert, 32)
-    _fill(finished, start // ALIGN, end // ALIGN, 0, 32)
-    _fill(finished + rows // ALIGN, start // ALIGN, end // ALIGN, 0, 32)
+    padded_tiles = (rows // ALIGN + 3) // 4 * 4
+    for step in tl.static_range(3):
+        _fill(finished + step * padded_tiles, start // ALIGN, end // ALIGN, 0, 32)
     if expert == E - 1:
         tl.store(starts + E, end)
         _fill(slot_of_row, end, rows, -1, BLOCK)

@@ -174,8 +174,12 @@ def run_experts(
     # Copies must be older than the groups: see `permute_quantize` and `combine`.
     x, topk_weights = x if isinstance(x, PackedRows) else plain(x), topk_weights.contiguous()
     groups = group(topk_ids, num_experts, tuning.rows_of_few(slots, num_experts) if few else ALIGN)
-    steps = _few_steps if few else _steps
-    return combine(steps(x, groups, w13, w2, bad)[2], groups, topk_weights, _SPEC, overlap=few)
+    if not few:
+        return combine(_steps(x, groups, w13, w2, bad)[2], groups, topk_weights, _SPEC)
+    # Not memory of the steps, some of whose programs may still be at work when others are combined.
+    output = torch.empty(len(topk_ids), w2.shape[1], dtype=torch.bfloat16, device=topk_ids.device)
+    fc2, after = _few_steps(x, groups, w13, w2, bad)
+    return combine(fc2, groups, topk_weights, _SPEC, overlap=True, after=after, out=output)
 
 
 def run_experts_for_gradient(
@@ -234,16 +238,16 @@ def _few_steps(
     w13: ExpertMatrix,
     w2: ExpertMatrix,
     bad: torch.Tensor,
-) -> _Steps:
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """For few rows an expert: nothing touches padding, and every step is one launch. With a listener there are more
-    launches, of the same steps.
+    launches, of the same steps. Gives FC2's output and where its programs count what they have finished.
     """
     quantizer, seen = _SPEC.activation, listened_to()
     assert quantizer is not None
     form = {"packed": seen, "decoded": True}
     counts = (None, None) if seen else bad
     # A step goes on with the tiles that the one before has finished, while that one still works on others.
-    finished = (None, None) if seen or groups.finished is None else groups.finished
+    finished = [None] * 3 if seen or groups.finished is None else list(groups.finished)
     if isinstance(x, PackedRows):
         operand = permute_packed(x, groups, counts[0])
     else:
@@ -261,12 +265,12 @@ def _few_steps(
         finished=finished[1],
     )
     fc2 = _rows_for(groups, w2)
-    decode_gemm(inner, w2, groups, out=fc2, after=finished[1])
+    decode_gemm(inner, w2, groups, out=fc2, after=finished[1], finished=finished[2])
     if seen:
         _count_bad(operand, inner, groups, bad)
     show_operands(groups, x if isinstance(x, PackedRows) else operand, inner)
     show_rows(groups, fc1, act, fc2)
-    return fc1, None, fc2
+    return fc2, finished[2]
 
 
 def _rows_for(groups: ExpertGroups, weight: ExpertMatrix) -> torch.Tensor:

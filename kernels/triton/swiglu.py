@@ -94,9 +94,9 @@ def swiglu_quantize(
     Rows of padding are not read; rows from starts[E] on are neither read nor written. bad_counts: int64 [E], to which
     the number of each expert's rows that are not finite is added; padding is then not written either, `groups` must be
     complete before the kernel before this one, which makes fc1, lets this one start, and the kernel after may start
-    before that one has ended. after, finished, with bad_counts only: int32 [R / align], where programs of FC1 count for each
-    tile of rows what they have finished, so that a row waits for its own tile alone, and where its rows are counted
-    here, one by one. The first call on a device makes a table there, and cannot be part of a CUDA graph.
+    before that one has ended. after, finished, with bad_counts only: int32 [R / align], where programs of FC1 count for
+    each tile of rows what they have finished, so that a row waits for its own tile alone, and where rows that are
+    finished here are counted. The first call on a device makes a table there, and cannot be part of a CUDA graph.
     Raises ValueError for specs other than `minite`'s, for another shape or type, when no form is asked for, and for
     bad_counts beside packed codes or `keep_act`.
     """
@@ -257,8 +257,8 @@ def _swiglu_quantize(
 ):
     """fc1 int32 words [rows, 2 * 8 BLOCKS]; codes, decoded and act int32 words; scales [rows, BLOCKS].
     permutation: slot_of_row, `count` rows. ALIGN > 0: row_of_slot, `count` slots; padding is then left alone, and rows
-    that are not finite are counted for the experts of tiles of ALIGN rows. AFTER > 0: a row waits until so many programs
-    have finished its tile.
+    that are not finite are counted for the experts of tiles of ALIGN rows. AFTER > 0: a row waits until so many
+    programs have finished its tile.
     """
     first = tl.program_id(0) * ROWS
     row = (first + tl.arange(0, ROWS)).to(tl.int64)
