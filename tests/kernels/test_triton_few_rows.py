@@ -18,7 +18,7 @@ from kernels.triton.swiglu import swiglu_quantize
 from tests.kernels.triton_env import DEVICE, GPU
 
 SPEC = named_spec("minite")
-SMALL = LayerShape(tokens=18, hidden=128, ffn=128, experts=2, top_k=2)
+SMALL = LayerShape(tokens=18, hidden=128, ffn=128, experts=2, top_k=1)
 QWEN3 = LayerShape(tokens=32, hidden=2048, ffn=768, experts=128, top_k=8)
 
 
@@ -62,12 +62,12 @@ class Steps:
 
 @pytest.mark.parametrize("shape", [SMALL, pytest.param(QWEN3, marks=GPU)])
 def test_every_step_counts_what_it_has_finished_of_each_tile(shape: LayerShape) -> None:
-    """Products a program for each 128 features, SwiGLU the rows: twice, so that counts begin at zero again. In SMALL both
-    experts have two tiles of 16 rows, the second of two rows.
-    """
+    """Products a program for each 128 features, SwiGLU the rows; of two tiles for the expert with more than 16 rows."""
     steps = Steps(shape)
+    if shape is SMALL:
+        steps.ids[:17], steps.ids[17:] = 1, 0
     expected = layer.forward(steps.x, steps.ids, steps.p, steps.prepared, SPEC)
-    for _ in range(2):
+    for _ in range(2 if DEVICE.type == "cuda" else 1):  # counts begin at zero again
         output, groups = steps.run()
         assert torch.equal(output, expected)
         counts = torch.bincount(steps.ids.flatten().cpu(), minlength=shape.experts).tolist()
