@@ -120,7 +120,6 @@ def decode_product(
         gb = tl.load(gb_ptr + e.to(tl.int64) * N + columns)
         inside = first + tl.arange(0, BM) < end
         rows = (first + tl.arange(0, BM)).to(tl.int64)
-        # Without a mask: what stands behind the last row is not stored, and must only be there.
         x_at = x_ptr + first.to(tl.int64) * K + tl.arange(0, BM)[:, None] * K + tl.arange(0, 128)[None, :]
         if AFTER:
             let_next_kernel_start()
@@ -130,7 +129,7 @@ def decode_product(
         ga = tl.load(ga_ptr + rows, mask=inside, other=0.0)
         acc = tl.zeros((128, BM), tl.float32)
         for k in tl.range(0, K_TILES, num_stages=STAGES):
-            x = tl.load(x_at + k * 128)
+            x = tl.load(x_at + k * 128, mask=inside[:, None], other=0.0)
             acc = tl.dot(load_tile(words_at, scales_at, k), x.T, acc)
         value = to_bf16(acc * (ga[None, :] * gb[:, None]))
         tl.store(out_ptr + rows[None, :] * N + columns[:, None], value, mask=inside[None, :])

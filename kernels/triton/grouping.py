@@ -34,8 +34,8 @@ class ExpertGroups:
     tile_expert: int32 [R / align], the expert of each tile of `align` rows; -1 from starts[E] on
     ids: the integers [T, k] that were grouped, contiguous; None where groups are put together from the other tensors.
         Held, since a copy's memory could otherwise be written while the groups are made
-    finished: int32 [3, R / align or some more], zeros in tiles in use, where programs of FC1, SwiGLU and FC2 count
-        what they have finished of each tile, for the next step of few rows; None where there are many slots
+    finished: int32 [3, R / align or some more], zeros, where programs of FC1, SwiGLU and FC2 count what they have
+        finished of each tile, for the next step of few rows; None where there are many slots
     """
 
     row_of_slot: torch.Tensor
@@ -191,8 +191,9 @@ def _group_few(
     _fill(slot_of_row, start + count, end, -1, ALIGN)
     _fill(tile_expert, start // ALIGN, end // ALIGN, expert, 32)
     padded_tiles = (rows // ALIGN + 3) // 4 * 4
+    last = tl.where(expert == E - 1, padded_tiles, end // ALIGN)
     for step in tl.static_range(3):
-        _fill(finished + step * padded_tiles, start // ALIGN, end // ALIGN, 0, 32)
+        _fill(finished + step * padded_tiles, start // ALIGN, last, 0, 32)
     if expert == E - 1:
         tl.store(starts + E, end)
         _fill(slot_of_row, end, rows, -1, BLOCK)

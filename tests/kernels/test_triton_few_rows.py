@@ -103,6 +103,28 @@ def test_waiting_for_tiles_is_for_few_rows_and_for_memory_of_its_own() -> None:
         )
 
 
+@pytest.mark.parametrize("ids", [[[-1, -1]], [[2, 5], [-1, 2]]])
+def test_counts_begin_at_zero_in_tiles_without_rows_too(ids: list[list[int]]) -> None:
+    """Where a CUDA graph is rehearsed there are no tokens: every id is -1, and nothing may be waited for."""
+    garbage = torch.full((1 << 16,), -1, dtype=torch.int32, device=DEVICE)
+    del garbage  # whose memory is what counts are likely to get
+    groups = group(torch.tensor(ids, device=DEVICE), 6, 16)
+    assert groups.finished is not None and groups.finished.shape[1] >= groups.rows // 16
+    assert not groups.finished.any()
+
+
+def test_tokens_without_an_expert_are_not_waited_for() -> None:
+    """Their output is NaN, whatever the others'."""
+    steps = Steps(SMALL)
+    steps.ids[1:] = -1
+    if DEVICE.type == "cpu":
+        steps.ids, steps.p, steps.x = steps.ids[:3], steps.p[:3], steps.x[:3]
+    output, _ = steps.run()
+    assert output[0].isfinite().all() and output[1:].isnan().all()
+    steps.ids[:] = -1
+    assert steps.run()[0].isnan().all()
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 @pytest.mark.parametrize("tokens", [1, 7, 32, 64, 200])
