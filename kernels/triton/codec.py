@@ -29,6 +29,7 @@ _WAIT_UNTIL = tl.constexpr("""{
 again:
     ld.relaxed.gpu.global.s32 $0, [$1];
     setp.lt.s32 less, $0, $2;
+    @less nanosleep.u32 200;
     @less bra again;
     fence.acq_rel.gpu;
 }""")
