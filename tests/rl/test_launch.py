@@ -85,7 +85,7 @@ def test_the_job_for_slurm_starts_a_ray_over_its_nodes_and_is_queued_again_when_
     """The script itself, with commands of Slurm and Ray that write down how they are called."""
     calls = tmp_path / "calls"
     commands = {
-        "srun": 'case "$*" in *hostname*) echo 10.0.0.1;; esac',
+        "srun": 'case "$*" in *"node2 getent ahostsv4 node1"*) echo 10.0.0.1 STREAM node1;; esac',
         "scontrol": 'case "$1" in show) printf "node1\\nnode2\\n";; esac',
         "ray": "exit 0",
         "python": 'sleep 0.3; case "$*" in *plan=true*) exit 0;; *) exit 75;; esac',
