@@ -6,12 +6,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kernels.precision_map import PrecisionMap
+from learner.layout import Layout
 from rl.checkpoint import Checkpoint
 from rl.config import Config
 from rl.errors import ConfigError, DataError
 from rl.evaluation.during_training import benchmark_texts, training_exams
 from rl.evaluation.exams import Exam
 from rl.models import initial_model, model_architecture
+from rl.preflight.batch import Batch
+from rl.preflight.checks import checks
 from rl.rewards.registry import Reward, load_reward
 from rl.run_folder import RunFolder
 from rl.task import Task, own_tokenizer, problem_source
@@ -46,6 +49,8 @@ def make_plan(config: Config) -> Plan:
     architecture = model_architecture(model)
     check_against_model(config, architecture)
     check_placement(config)
+    if problems := list(checks(config, architecture, Layout.of(config.learner), Batch.of(config))):
+        raise ConfigError("; ".join(problems))  # as plan=true refuses it
     learner_map, sampler_map = resolve_maps(config.spec, architecture.layers)
     if config.sampler.stock:
         sampler_map = own_map(architecture.layers, config.sampler.dtype)

@@ -47,6 +47,7 @@ CASES = {
     "missing reward module": (["reward.function=no_such_module:score"], "no_such_module"),
     "parser without a use": (["reward.parser=boxed"], "reward.parser='boxed'"),
     "context beyond the model": (["sampler.max_model_len=4096"], "sampler.max_model_len=4096"),
+    "what the plan refuses": (["algorithm.expected_length=64"], "algorithm.expected_length=64 is more"),
     "prompt longer than the context": (["sampler.max_model_len=12"], "prompt of 6 tokens"),
     "too many held out": (["data.held_out=6000"], "data.held_out=6000"),
     "missing data file": (["data=gsm8k", "data.path=/nowhere/rows.jsonl"], "/nowhere/rows.jsonl"),
