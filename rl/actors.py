@@ -390,5 +390,8 @@ class WeightSyncActor(Actor):
     def lost(self) -> list[int]:
         return self.weight_sync.lost()
 
+    def take(self, index: int, sampler: Remote | Group) -> None:
+        self.weight_sync.take(index, sampler)
+
     def rejoin(self, index: int, sampler: Remote | Group) -> None:
         self.weight_sync.rejoin(index, sampler)

@@ -55,7 +55,9 @@ class Engines:
         ]
 
     def memory(self) -> dict[str, float]:
-        """Peak memory, the driver's too, in MiB, by the names of `rl.metrics`; of an engine's processes the largest."""
+        """Peak memory, the driver's too, in MiB, by the names of `rl.metrics`; of an engine's processes the largest. And
+        how many samplers had to be started again.
+        """
         named = {"learner": self.learner, "reference": self.reference, "critic": self.critic}
         memory = {
             f"memory/{name}": largest([engine], "memory_mib")
@@ -71,7 +73,8 @@ class Engines:
             "memory/learner_gpu": largest([self.learner], "gpu_mib"),
             "memory/sampler_gpu": largest(self.samplers, "gpu_mib"),
         }
-        return memory | {name: peak for name, peak in gpu.items() if peak}
+        memory |= {name: peak for name, peak in gpu.items() if peak}
+        return memory | {"usage/restarts": self.weight_sync.restarts}
 
     def work(self, sequences: Sequences) -> dict[str, float]:
         """What the scoring pass over `sequences`, which was the last, had to do, and how it spread over the experts."""

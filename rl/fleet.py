@@ -9,6 +9,7 @@ from typing import Any
 from kernels.report import EngineReport
 from rl.cluster import ActorDied, Remote, stop_actor, wait
 from rl.group import Group
+from rl.sync.weight_sync import NoSamplerLeft
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +38,11 @@ class Fleet:
         self._sleeps, self._asleep = sleeps, False
         self._leaving, self._left = leaving, False
 
+    @property
+    def restarts(self) -> int:
+        """How many samplers have been started again."""
+        return self._restarts - self._restarts_left
+
     def rest(self) -> None:
         """Until the next sync nobody asks the samplers for anything: they may give their memory to the learner."""
         if self._sleeps and not self._asleep:
@@ -51,10 +57,16 @@ class Fleet:
         """Bring every sampler to the learner's weights, as `version`; the metrics. See `rl.sync.weight_sync`.
 
         Samplers that rest are woken, the weights before the sync, the cache when it is over and learners have left.
+        Where all have died before one held the version, it is sent to their successors.
         """
         if self._asleep:
             self._each("wake_weights")
-        metrics: dict[str, Any] = self._weight_sync.sync(version)
+        while True:
+            try:
+                metrics: dict[str, Any] = self._weight_sync.sync(version)
+                break
+            except NoSamplerLeft:
+                self._start_anew(version)
         if self._leaving:
             left = [learner.offload() for learner in self._leaving]
             self._left = True
@@ -63,7 +75,7 @@ class Fleet:
             self._asleep = False
             self._each("wake_cache", without=self._weight_sync.lost())
         for index in self._weight_sync.lost():
-            self._replace(index, ActorDied(f"sampler {index} died during the sync of version {version}"))
+            self._replace(index, _death_in_sync(index, version), self._weight_sync.rejoin)
         return metrics
 
     def generate(self, shares: Sequence[tuple[Any, ...]]) -> list[Any]:
@@ -111,12 +123,32 @@ class Fleet:
             try:
                 return _outcome(self.samplers[index], call)
             except ActorDied as died:
-                self._replace(index, died)
+                self._replace(index, died, self._weight_sync.rejoin)
                 call = self.samplers[index].later.generate(*share)
 
-    def _replace(self, index: int, died: ActorDied) -> None:
-        """Start sampler `index` again and bring it to the version of the others. Raises `died` when that is one too
-        many.
+    def _start_anew(self, version: int) -> None:
+        """All samplers have died in the sync of `version`: their successors are put where they were before it.
+
+        These start while the learners have left, as there may not be room for both, and sleep when they come back.
+        """
+
+        def put(index: int, sampler: Remote | Group) -> None:
+            if self._asleep:
+                sampler.sleep()
+            self._weight_sync.take(index, sampler)
+
+        for learner in self._leaving:
+            learner.offload()
+        for index in self._weight_sync.lost():
+            self._replace(index, _death_in_sync(index, version), put)
+        for learner in self._leaving:
+            learner.onload()
+        if self._asleep:
+            self._each("wake_weights")
+
+    def _replace(self, index: int, died: ActorDied, welcome: Callable[[int, Remote | Group], None]) -> None:
+        """Start sampler `index` again; `welcome`, with its number and itself, puts it where it belongs, and may fail as
+        it does. Raises ActorDied, from `died`, when that is one too many.
         """
         while True:
             if not self._restarts_left:
@@ -127,10 +159,14 @@ class Fleet:
                 _end(self.samplers[index])
                 self.samplers[index] = self._start(index)
                 self.samplers[index].ready()
-                self._weight_sync.rejoin(index, self.samplers[index])
+                welcome(index, self.samplers[index])
                 return
             except ActorDied as again:
                 died = again
+
+
+def _death_in_sync(index: int, version: int) -> ActorDied:
+    return ActorDied(f"sampler {index} died in the weight sync of version {version}")
 
 
 def _outcome(sampler: Remote | Group, call: Any) -> Any:

@@ -30,6 +30,10 @@ class SamplerLost(Exception):
         self.index = index
 
 
+class NoSamplerLeft(Exception):
+    """All samplers died before one of them held what was sent: nobody has it, and no copy of it is kept."""
+
+
 class WeightSync:
     """Brings every sampler to the learner's weights.
 
@@ -71,15 +75,18 @@ class WeightSync:
 
         A sampler that dies on the way is left out (see `lost`) and the others are brought to the version all the same.
         Raises what a receiver raised, or AttestationError; then nothing serves the new version, and before their end
-        the samplers are as they were. Raises ActorDied when the learner or the last sampler has died.
+        the samplers are as they were. Raises NoSamplerLeft when the last sampler has died: `sync` again is right once
+        there are others (`take`). Raises ActorDied when the learner has died.
         """
         started = time.perf_counter()
-        while True:
+        while self._samplers:
             try:
                 metrics = self._sync(version)
                 break
             except SamplerLost as lost:
                 self._forget(lost)
+        else:
+            raise NoSamplerLeft(f"no sampler is left for version {version}")
         log.info(
             "version %d: %d bytes in %.2f s", version, metrics["sync/bytes"], time.perf_counter() - started
         )
@@ -89,15 +96,20 @@ class WeightSync:
         """The samplers that died and were not replaced, by their numbers."""
         return list(self._lost)
 
-    def rejoin(self, index: int, sampler: Remote | Group) -> None:
-        """Take `sampler` in place number `index`, and bring it to the version that was sent last, not a later one.
-
-        Raises ProtocolError when nothing was sent, or no copy of it kept; else as `sync` does.
-        """
+    def take(self, index: int, sampler: Remote | Group) -> None:
+        """From now on `sampler` is number `index`; the next sync sends it whole tensors."""
         self._samplers[index] = members_of(sampler)
         if index in self._lost:
             self._lost.remove(index)
         self._linked = None
+
+    def rejoin(self, index: int, sampler: Remote | Group) -> None:
+        """`take`, and bring it to the version that was sent last, not a later one.
+
+        Raises ProtocolError when nothing was sent, or no copy of it kept, and ActorDied when a sampler or the learner
+        dies; else as `sync` does.
+        """
+        self.take(index, sampler)
         try:
             self._link()
             self._send_kept([index])
@@ -260,8 +272,6 @@ class WeightSync:
         del self._samplers[lost.index]
         self._lost.append(lost.index)
         self._linked = None
-        if not self._samplers:
-            raise ActorDied(str(lost)) from lost
 
 
 def _session(what: object) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rl.actors import WeightSyncActor
-from rl.cluster import Remote, local_cluster, start_actor, wait
+from rl.cluster import ActorDied, Remote, local_cluster, start_actor, stop_actor, wait
 from rl.config.cluster import SyncConfig
 from rl.fleet import Fleet
 from tests.rl.sync.processes import SmallLearner, SmallSampler
@@ -36,7 +36,7 @@ class Run:
         sync = start_actor(
             WeightSyncActor, f"sync_{name}", 1, folder / "log", self.learner, started, MAP, config
         )
-        self.fleet = Fleet(started, sync, self.start, restarts=2)
+        self.fleet = Fleet(started, sync, self.start, restarts=3)
 
     def start(self, index: int) -> Remote:
         self.started += 1
@@ -72,6 +72,20 @@ def test_a_sampler_killed_when_a_chunk_arrives_rejoins(transport: str, tmp_path:
     fourth = run.fleet.sync(4)  # changes again, to both
     run.assert_all_hold(4)
     assert 0 < fourth["sync/changed_share"] < 0.3
+
+    run.learner.step()
+    for chunk, sampler in enumerate(run.fleet.samplers):  # in the same sync, so that nobody is left
+        sampler.doom(chunk)
+    fifth = run.fleet.sync(5)
+    run.assert_all_hold(5)
+    assert fifth["sync/bytes"] == first["sync/bytes"]  # whole, as successors hold nothing that could be changed
+    assert (run.started, run.fleet.restarts) == (5, 3)
+
+    run.learner.step()
+    sampler = run.fleet.samplers[0]
+    stop_actor(sampler)  # between two syncs, and once too often
+    with pytest.raises(ActorDied, match="sampler 0 died in the weight sync of version 6 .*sync.restarts=3"):
+        run.fleet.sync(6)
 
 
 def test_a_death_releases_those_who_wait_for_what_it_was_to_pass_on(tmp_path: Path) -> None:
