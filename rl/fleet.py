@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kernels.report import EngineReport
 from rl.cluster import ActorDied, Remote, stop_actor, wait
-from rl.group import Group
+from rl.group import Group, members_of
 from rl.sync.weight_sync import NoSamplerLeft
 
 log = logging.getLogger(__name__)
+
+Welcome = Callable[[int, Remote | Group], None]  # given a successor, by its number; may fail as that does
 
 
 class Fleet:
@@ -37,6 +39,8 @@ class Fleet:
         self._restarts_left = self._restarts = restarts
         self._sleeps, self._asleep = sleeps, False
         self._leaving, self._left = leaving, False
+        self._unused: set[int] = set()  # successors that have not written anything yet
+        self._synced = False  # whether there is a version that a successor must be brought to
 
     @property
     def restarts(self) -> int:
@@ -64,6 +68,7 @@ class Fleet:
         while True:
             try:
                 metrics: dict[str, Any] = self._weight_sync.sync(version)
+                self._synced = True
                 break
             except NoSamplerLeft:
                 self._start_anew(version)
@@ -75,7 +80,7 @@ class Fleet:
             self._asleep = False
             self._each("wake_cache", without=self._weight_sync.lost())
         for index in self._weight_sync.lost():
-            self._replace(index, _death_in_sync(index, version), self._weight_sync.rejoin)
+            self._replace(index, _death_in_sync(index, version))
         return metrics
 
     def generate(self, shares: Sequence[tuple[Any, ...]]) -> list[Any]:
@@ -84,18 +89,31 @@ class Fleet:
         The share of a sampler that dies is generated again by its successor: a response is a function of the weights
         and the arguments.
         """
-        started = [
-            sampler.later.generate(*share) if share[0] else None
-            for sampler, share in zip(self.samplers, shares, strict=True)
-        ]
-        return [
-            [] if call is None else self._answer(index, call, shares[index])
-            for index, call in enumerate(started)
-        ]
+        found = self._answers("generate", {index: share for index, share in enumerate(shares) if share[0]})
+        return [found.get(index, []) for index in range(len(shares))]
 
     def ask(self, index: int, *share: Any) -> Any:
         """`Sampler.generate` of one sampler."""
-        return self._answer(index, self.samplers[index].later.generate(*share), share)
+        return self._answers("generate", {index: share})[index]
+
+    def from_each(self, method: str) -> list[Any]:
+        """What every sampler answers to `method`. The successor answers for one that has died."""
+        return list(self._answers(method, {index: () for index in range(len(self.samplers))}).values())
+
+    def from_those_at_work(self, method: str) -> list[Any]:
+        """The same of those that have neither died nor been started in vain: for the end of a run, where nobody who has
+        died is needed again.
+        """
+        return self._alive(
+            method, [own for index, own in enumerate(self.samplers) if index not in self._unused]
+        )
+
+    def largest(self, measure: str) -> float | None:
+        """What the method `measure` gives, of all processes of samplers that have not died; None when all have.
+        These are replaced when they are next needed.
+        """
+        members = [member for sampler in self.samplers for member in members_of(sampler)]
+        return max(self._alive(measure, members), default=None)
 
     def report(self) -> EngineReport:
         report: EngineReport = self._weight_sync.report()
@@ -107,24 +125,39 @@ class Fleet:
 
     def _each(self, method: str, without: Sequence[int] = ()) -> None:
         """Of all samplers at once. One that has died is found and replaced when it is next needed."""
-        calls = [
-            (sampler, getattr(sampler.later, method)())
-            for index, sampler in enumerate(self.samplers)
-            if index not in without
-        ]
+        self._alive(method, [sampler for index, sampler in enumerate(self.samplers) if index not in without])
+
+    def _alive(self, method: str, asked: Sequence[Remote | Group]) -> list[Any]:
+        """What these answer, all asked at once, but for those that have died."""
+        calls = [(sampler, getattr(sampler.later, method)()) for sampler in asked]
+        answers = []
         for sampler, call in calls:
             try:
-                _outcome(sampler, call)
+                answers.append(_outcome(sampler, call))
             except ActorDied as died:
                 log.warning("%s: %s", method, died)
+        return answers
 
-    def _answer(self, index: int, call: Any, share: tuple[Any, ...]) -> Any:
+    def _begin(self, method: str, asked: Mapping[int, tuple[Any, ...]]) -> dict[int, Any]:
+        """Ask the samplers of these numbers, each with its arguments."""
+        if method == "generate":
+            self._unused -= asked.keys()
+        return {
+            index: getattr(self.samplers[index].later, method)(*arguments)
+            for index, arguments in asked.items()
+        }
+
+    def _answers(self, method: str, asked: Mapping[int, tuple[Any, ...]]) -> dict[int, Any]:
+        calls = self._begin(method, asked)  # of all at once
+        return {index: self._answer(index, call, method, asked[index]) for index, call in calls.items()}
+
+    def _answer(self, index: int, call: Any, method: str, arguments: tuple[Any, ...]) -> Any:
         while True:
             try:
                 return _outcome(self.samplers[index], call)
             except ActorDied as died:
-                self._replace(index, died, self._weight_sync.rejoin)
-                call = self.samplers[index].later.generate(*share)
+                self._replace(index, died)
+                [call] = self._begin(method, {index: arguments}).values()
 
     def _start_anew(self, version: int) -> None:
         """All samplers have died in the sync of `version`: their successors are put where they were before it.
@@ -146,10 +179,12 @@ class Fleet:
         if self._asleep:
             self._each("wake_weights")
 
-    def _replace(self, index: int, died: ActorDied, welcome: Callable[[int, Remote | Group], None]) -> None:
-        """Start sampler `index` again; `welcome`, with its number and itself, puts it where it belongs, and may fail as
-        it does. Raises ActorDied, from `died`, when that is one too many.
+    def _replace(self, index: int, died: ActorDied, welcome: Welcome | None = None) -> None:
+        """Start sampler `index` again, and bring it to the version of the others, or to where `welcome` brings it.
+
+        Raises ActorDied, from `died`, when that is one too many.
         """
+        welcome = welcome or (self._weight_sync.rejoin if self._synced else self._weight_sync.take)
         while True:
             if not self._restarts_left:
                 raise ActorDied(f"{died} (sync.restarts={self._restarts}: no more restarts)") from died
@@ -158,6 +193,7 @@ class Fleet:
             try:
                 _end(self.samplers[index])
                 self.samplers[index] = self._start(index)
+                self._unused.add(index)
                 self.samplers[index].ready()
                 welcome(index, self.samplers[index])
                 return

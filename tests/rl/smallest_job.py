@@ -78,7 +78,7 @@ def kill_when(place: Path, process: subprocess.Popen[bytes], condition: Callable
 
 
 def kill_sampler_in_sync(process: subprocess.Popen[bytes], place: Path) -> None:
-    """SIGKILL the only sampler in a sync: it is halted while the learner updates, and killed when the sync waits for it.
+    """SIGKILL the only sampler in a sync: it is halted while the learner updates, and killed when the sync waits.
 
     Ray names an actor's process after what it is at.
     """

@@ -83,7 +83,9 @@ def test_a_run_fits_into_eight_gib(uninterrupted: Path):
     assert sum(value for name, value in last.items() if name.startswith("memory/")) < 8 * 1024
 
 
-def test_a_run_killed_twice_that_then_loses_its_sampler_equals_the_uninterrupted_one(place: Path, uninterrupted: Path):
+def test_a_run_killed_twice_that_then_loses_its_sampler_equals_the_uninterrupted_one(
+    place: Path, uninterrupted: Path
+):
     def saving() -> bool:
         return any((place / "killed/latest/checkpoints").glob(".scratch-*"))
 

@@ -78,13 +78,15 @@ def test_a_sampler_killed_when_a_chunk_arrives_rejoins(transport: str, tmp_path:
         sampler.doom(chunk)
     fifth = run.fleet.sync(5)
     run.assert_all_hold(5)
-    assert fifth["sync/bytes"] == first["sync/bytes"]  # whole, as successors hold nothing that could be changed
+    assert (
+        fifth["sync/bytes"] == first["sync/bytes"]
+    )  # whole, as successors hold nothing that could be changed
     assert (run.started, run.fleet.restarts) == (5, 3)
 
     run.learner.step()
     sampler = run.fleet.samplers[0]
     stop_actor(sampler)  # between two syncs, and once too often
-    with pytest.raises(ActorDied, match="sampler 0 died in the weight sync of version 6 .*sync.restarts=3"):
+    with pytest.raises(ActorDied, match=r"sampler 0 died in the weight sync of version 6 .*sync\.restarts=3"):
         run.fleet.sync(6)
 
 

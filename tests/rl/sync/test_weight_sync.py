@@ -89,6 +89,8 @@ def sampler_actor(seed: int, layout: StoredLayout = StoredLayout.ROWS) -> Sample
     actor.receiver, actor.inlet = Receiver(Model(seed, layout)), RayInlet()
     actor.device = torch.device("cpu")
     actor.ready = lambda: True  # type: ignore[method-assign]
+    actor.memory_mib = lambda: seed  # type: ignore[method-assign]
+    actor.state = lambda: (seed, actor.receiver.held().version)  # type: ignore[attr-defined]
     actor.generate = lambda *share: (seed, *share)  # type: ignore[method-assign,assignment]
     actor.rest = Rest(SimpleNamespace(sleep=bool, wake_weights=int, wake_cache=int), actor.receiver, False)
     return actor
@@ -349,9 +351,52 @@ def test_when_all_samplers_die_in_a_sync_their_successors_get_the_version(
     own.rest()
     assert [call for call in learner.calls if call == "onload"] == learner.calls[1::2]  # in turns
     world.learner.step()
-    assert ("sync/changed_share" in own.sync(3)) == (codec == "delta" and not sleeps)  # in sleep weights are lost
+    assert ("sync/changed_share" in own.sync(3)) == (
+        codec == "delta" and not sleeps
+    )  # in sleep weights are lost
     assert world.all_hold(3)
     assert own.restarts == samplers
+
+
+def test_a_sampler_that_dies_before_the_first_sync_is_replaced_when_it_is_asked_for_anything() -> None:
+    world = World()
+    own = fleet_of(world)
+    world.samplers[0].dead = True
+    assert own.from_each("state") == [(100, 0), (51, 0)]
+    own.sync(1)
+    assert world.all_hold(1)
+    assert own.from_each("state") == [(100, 1), (51, 1)]
+
+
+def test_a_sampler_that_dies_later_is_replaced_and_brought_to_the_version_when_it_is_asked_for_anything() -> (
+    None
+):
+    world = World()
+    own = fleet_of(world)
+    own.sync(1)
+    want = wanted(world.learner)
+    world.learner.step()
+    world.samplers[1].dead = True
+    assert own.from_each("state") == [(50, 1), (100, 1)]
+    assert equal(world.model(1).everything(), want)
+
+
+def test_what_no_work_depends_on_is_asked_of_those_alive(fleet: tuple[World, Fleet]) -> None:
+    world, own = fleet
+    own.sync(1)
+    assert own.largest("memory_mib") == 51
+    world.samplers[1].dead = True
+    assert own.largest("memory_mib") == 50
+    assert own.from_those_at_work("state") == [(50, 1)]
+    assert own.restarts == 0
+    own.from_each("state")
+    assert own.restarts == 1
+    assert own.from_those_at_work("state") == [(50, 1)]  # the successor has had nothing to do
+    own.generate([("a",), ("b",)])
+    assert own.from_those_at_work("state") == [(50, 1), (100, 1)]
+    for sampler in world.samplers:
+        sampler.dead = True
+    assert (own.largest("memory_mib"), own.from_those_at_work("state")) == (None, [])
 
 
 def test_a_first_sync_that_nobody_survives_is_made_again() -> None:
