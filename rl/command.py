@@ -7,8 +7,8 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
-from rl.cluster import ActorDied
 from rl.compose import to_yaml
+from rl.deaths import ActorDied
 from rl.errors import DiskFull, NodeLost, UserError
 
 ENGINE_DIED = 1

@@ -115,7 +115,7 @@ def start_engines(plan: Plan, folder: RunFolder, view: RunView, nodes: Sequence[
         reference = _start_learner(plan, model, plan.learner_map, folder, nodes, "reference")
     if config.algorithm.objective.critic is not None:
         critic = _start_critic(plan, model, folder, nodes)
-    wait_until_ready([engine for engine in (reference, critic) if engine is not None])
+    wait_until_ready([engine for engine in (weight_sync, reference, critic) if engine is not None])
     trained = [engine for engine in (learner, reference, critic) if engine is not None]
     leaving = trained if config.learner.offload else []
     fleet = Fleet(samplers, weight_sync, start, config.sync.restarts, sleeps, leaving)

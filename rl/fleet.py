@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from kernels.report import EngineReport
-from rl.cluster import ActorDied, Remote, stop_actor, wait
+from rl.cluster import Remote, stop_actor, wait
+from rl.deaths import ActorDied
 from rl.group import Group, members_of
-from rl.sync.weight_sync import NoSamplerLeft
+from rl.sync.weight_sync import NoSamplerLeft, SamplerLost
 
 log = logging.getLogger(__name__)
 
-Welcome = Callable[[int, Remote | Group], None]  # given a successor, by its number; may fail as that does
+_AT = {"generate": "while it wrote responses"}  # what a sampler is at in a call
 
 
 class Fleet:
@@ -71,7 +72,7 @@ class Fleet:
                 self._synced = True
                 break
             except NoSamplerLeft:
-                self._start_anew(version)
+                self._start_anew()
         if self._leaving:
             left = [learner.offload() for learner in self._leaving]
             self._left = True
@@ -79,8 +80,8 @@ class Fleet:
         if self._asleep:
             self._asleep = False
             self._each("wake_cache", without=self._weight_sync.lost())
-        for index in self._weight_sync.lost():
-            self._replace(index, _death_in_sync(index, version))
+        for index, died in self._weight_sync.lost().items():
+            self._replace(index, died)
         return metrics
 
     def generate(self, shares: Sequence[tuple[Any, ...]]) -> list[Any]:
@@ -104,16 +105,14 @@ class Fleet:
         """The same of those that have neither died nor been started in vain: for the end of a run, where nobody who has
         died is needed again.
         """
-        return self._alive(
-            method, [own for index, own in enumerate(self.samplers) if index not in self._unused]
-        )
+        return self._alive(method, [(i, own) for i, own in enumerate(self.samplers) if i not in self._unused])
 
     def largest(self, measure: str) -> float | None:
         """What the method `measure` gives, of all processes of samplers that have not died; None when all have.
         These are replaced when they are next needed.
         """
-        members = [member for sampler in self.samplers for member in members_of(sampler)]
-        return max(self._alive(measure, members), default=None)
+        processes = [(i, member) for i, sampler in enumerate(self.samplers) for member in members_of(sampler)]
+        return max(self._alive(measure, processes), default=None)
 
     def report(self) -> EngineReport:
         report: EngineReport = self._weight_sync.report()
@@ -123,19 +122,19 @@ class Fleet:
         """Of the weight sync's process."""
         return float(self._weight_sync.memory_mib())
 
-    def _each(self, method: str, without: Sequence[int] = ()) -> None:
+    def _each(self, method: str, without: Collection[int] = ()) -> None:
         """Of all samplers at once. One that has died is found and replaced when it is next needed."""
-        self._alive(method, [sampler for index, sampler in enumerate(self.samplers) if index not in without])
+        self._alive(method, [(i, sampler) for i, sampler in enumerate(self.samplers) if i not in without])
 
-    def _alive(self, method: str, asked: Sequence[Remote | Group]) -> list[Any]:
-        """What these answer, all asked at once, but for those that have died."""
-        calls = [(sampler, getattr(sampler.later, method)()) for sampler in asked]
+    def _alive(self, method: str, asked: Sequence[tuple[int, Remote | Group]]) -> list[Any]:
+        """What these samplers, or processes of them, answer, all asked at once; the dead are left out."""
+        calls = [(index, sampler, getattr(sampler.later, method)()) for index, sampler in asked]
         answers = []
-        for sampler, call in calls:
+        for index, sampler, call in calls:
             try:
                 answers.append(_outcome(sampler, call))
             except ActorDied as died:
-                log.warning("%s: %s", method, died)
+                log.warning("%s; it is missed in %s", _said(index, died), method)
         return answers
 
     def _begin(self, method: str, asked: Mapping[int, tuple[Any, ...]]) -> dict[int, Any]:
@@ -156,53 +155,56 @@ class Fleet:
             try:
                 return _outcome(self.samplers[index], call)
             except ActorDied as died:
-                self._replace(index, died)
+                self._replace(index, _said(index, died, _AT.get(method, f"in {method}")))
                 [call] = self._begin(method, {index: arguments}).values()
 
-    def _start_anew(self, version: int) -> None:
-        """All samplers have died in the sync of `version`: their successors are put where they were before it.
+    def _start_anew(self) -> None:
+        """All samplers have died in a sync: their successors are put where they were before it.
 
         These start while the learners have left, as there may not be room for both, and sleep when they come back.
         """
-
-        def put(index: int, sampler: Remote | Group) -> None:
-            if self._asleep:
-                sampler.sleep()
-            self._weight_sync.take(index, sampler)
-
         for learner in self._leaving:
             learner.offload()
-        for index in self._weight_sync.lost():
-            self._replace(index, _death_in_sync(index, version), put)
+        for index, died in self._weight_sync.lost().items():
+            self._replace(index, died, to_sync=True)
         for learner in self._leaving:
             learner.onload()
         if self._asleep:
             self._each("wake_weights")
 
-    def _replace(self, index: int, died: ActorDied, welcome: Welcome | None = None) -> None:
-        """Start sampler `index` again, and bring it to the version of the others, or to where `welcome` brings it.
+    def _replace(self, index: int, died: ActorDied, to_sync: bool = False) -> None:
+        """Start sampler `index` again and bring it to the version of the others. to_sync: a sync will do that.
 
-        Raises ActorDied, from `died`, when that is one too many.
+        Raises ActorDied, from `died`, when that is one too many, or when the learner has died.
         """
-        welcome = welcome or (self._weight_sync.rejoin if self._synced else self._weight_sync.take)
+        welcome = self._weight_sync.take if to_sync or not self._synced else self._weight_sync.rejoin
         while True:
             if not self._restarts_left:
-                raise ActorDied(f"{died} (sync.restarts={self._restarts}: no more restarts)") from died
+                raise died.said(more=f"sync.restarts={self._restarts}: no more restarts") from died
             self._restarts_left -= 1
-            log.warning("sampler %d died and is started again (%d restarts left)", index, self._restarts_left)
+            log.warning("%s; started again, %d more restarts", died, self._restarts_left)
             try:
-                _end(self.samplers[index])
-                self.samplers[index] = self._start(index)
-                self._unused.add(index)
-                self.samplers[index].ready()
+                self._start_again(index)
                 welcome(index, self.samplers[index])
                 return
-            except ActorDied as again:
-                died = again
+            except SamplerLost as lost:
+                died = lost.died
+
+    def _start_again(self, index: int) -> None:
+        """Until it is there, and asleep where the others are. Raises SamplerLost."""
+        _end(self.samplers[index])
+        try:
+            self.samplers[index] = self._start(index)
+            self._unused.add(index)
+            self.samplers[index].ready()
+            if self._asleep:
+                self.samplers[index].sleep()
+        except ActorDied as died:
+            raise SamplerLost(index, _said(index, died)) from died
 
 
-def _death_in_sync(index: int, version: int) -> ActorDied:
-    return ActorDied(f"sampler {index} died in the weight sync of version {version}")
+def _said(index: int, died: ActorDied, at: str = "") -> ActorDied:
+    return died.said(f"sampler {index}", at)
 
 
 def _outcome(sampler: Remote | Group, call: Any) -> Any:

@@ -11,8 +11,9 @@ from typing import Any
 
 from kernels.precision_map import PrecisionMap
 from kernels.report import EngineReport
-from rl.cluster import ActorDied, Remote, as_done, wait
+from rl.cluster import Remote, as_done, wait
 from rl.config.cluster import SyncConfig
+from rl.deaths import ActorDied
 from rl.group import Group, members_of
 from rl.sync.protocol import Announcement, attest
 from rl.sync.receiver import Installed
@@ -23,11 +24,14 @@ log = logging.getLogger(__name__)
 
 
 class SamplerLost(Exception):
-    """A process of a sampler ended during a sync; `index` says whose."""
+    """A process of sampler `index` ended during a sync."""
 
-    def __init__(self, index: int, why: str) -> None:
-        super().__init__(f"sampler {index} died: {why}")
-        self.index = index
+    def __init__(self, index: int, died: ActorDied) -> None:
+        super().__init__(index, died)  # from which it is made again in another process
+        self.index, self.died = index, died
+
+    def __str__(self) -> str:
+        return str(self.died)
 
 
 class NoSamplerLeft(Exception):
@@ -53,7 +57,8 @@ class WeightSync:
         self.precision_map = precision_map
         self.config = config
         self._samplers = {index: members_of(sampler) for index, sampler in enumerate(samplers)}
-        self._lost: list[int] = []
+        self._lost: dict[int, ActorDied] = {}
+        self._at = "before the first weight sync"  # what samplers are in the midst of
         self._linked: list[Receiving] | None = None  # who is in the transport's group
         layouts = self._all(list(self._samplers), "expert_layout")
         if len(set(layouts.values())) > 1:
@@ -79,6 +84,7 @@ class WeightSync:
         there are others (`take`). Raises ActorDied when the learner has died.
         """
         started = time.perf_counter()
+        self._at = f"in the weight sync of version {version}"
         while self._samplers:
             try:
                 metrics = self._sync(version)
@@ -92,30 +98,30 @@ class WeightSync:
         )
         return metrics
 
-    def lost(self) -> list[int]:
+    def lost(self) -> dict[int, ActorDied]:
         """The samplers that died and were not replaced, by their numbers."""
-        return list(self._lost)
+        return dict(self._lost)
 
     def take(self, index: int, sampler: Remote | Group) -> None:
         """From now on `sampler` is number `index`; the next sync sends it whole tensors."""
         self._samplers[index] = members_of(sampler)
-        if index in self._lost:
-            self._lost.remove(index)
+        self._lost.pop(index, None)
         self._linked = None
 
     def rejoin(self, index: int, sampler: Remote | Group) -> None:
         """`take`, and bring it to the version that was sent last, not a later one.
 
-        Raises ProtocolError when nothing was sent, or no copy of it kept, and ActorDied when a sampler or the learner
-        dies; else as `sync` does.
+        Raises ProtocolError when nothing was sent, or no copy of it kept, and SamplerLost when a sampler dies; else as
+        `sync` does.
         """
         self.take(index, sampler)
+        self._at = "while a sampler was brought to the others' version"
         try:
             self._link()
             self._send_kept([index])
         except SamplerLost as lost:
             self._forget(lost)
-            raise ActorDied(str(lost)) from lost
+            raise
 
     def _sync(self, version: int) -> dict[str, Any]:
         self._link()
@@ -232,8 +238,9 @@ class WeightSync:
             try:
                 results[receiver] = wait(call)
             except ActorDied as died:
-                gone = self._is_gone(receiver)
-                errors.insert(0, SamplerLost(receiver[0], str(died)) if gone else died)
+                index = receiver[0]
+                lost = SamplerLost(index, died.said(f"sampler {index}", self._at))
+                errors.insert(0, lost if self._is_gone(receiver) else died)
                 self._sever()
             except Exception as error:
                 errors.append(error)
@@ -270,7 +277,7 @@ class WeightSync:
     def _forget(self, lost: SamplerLost) -> None:
         log.warning("%s", lost)
         del self._samplers[lost.index]
-        self._lost.append(lost.index)
+        self._lost[lost.index] = lost.died
         self._linked = None
 
 

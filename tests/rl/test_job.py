@@ -12,7 +12,7 @@ import ray
 
 import rl.job
 from rl.checkpoint import Checkpoint, CheckpointStore
-from rl.cluster import ActorDied
+from rl.deaths import ActorDied
 from rl.errors import DiskFull
 from rl.job import has_learned
 from rl.records.history import read_history
@@ -81,7 +81,7 @@ def test_the_death_of_an_engine_ends_the_command_in_one_line_that_says_how_to_go
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     def start(*_: object) -> None:
-        raise ActorDied("sampler 0 died")
+        raise ActorDied("sampler 0")
 
     monkeypatch.setattr(ray, "init", lambda **_: None)
     monkeypatch.setattr(rl.job, "start_engines", start)

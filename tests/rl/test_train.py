@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -101,7 +102,9 @@ def test_a_run_killed_twice_that_then_loses_its_sampler_equals_the_uninterrupted
     kill_when(place, process, lambda: checkpoints.steps() != before)
     process = start(place, resume, "run.name=killed", WARM)
     kill_sampler_in_sync(process, place)
-    finish(process, place)
+    output = " ".join(finish(process, place).split())
+    assert re.search(r"sampler 0 \(process \d+\) died in the weight sync of version \d; its log: ", output)
+    assert "Worker exit" not in output  # Ray's account
 
     assert_equal_runs(folder, uninterrupted)
     assert read_history(folder / "metrics.jsonl")[ITERATIONS]["usage/restarts"] == 1

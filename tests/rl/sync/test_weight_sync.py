@@ -11,8 +11,8 @@ import torch
 
 from kernels.experts import StoredLayout
 from rl.actors import LearnerActor, SamplerActor
-from rl.cluster import ActorDied
 from rl.config.cluster import SyncConfig
+from rl.deaths import ActorDied
 from rl.fleet import Fleet
 from rl.metrics import METRICS
 from rl.sync import weight_sync
@@ -45,7 +45,7 @@ class Local:
             self.calls.append(method)
             self.dead = self.dead or method == self.dies_in
             if self.dead:
-                return ActorDied("the process ended")
+                return ActorDied("an actor", "died", 4711, "its.log")
             failed = [argument for argument in args if isinstance(argument, Exception)]
             if failed:
                 return failed[0]  # as Ray has it: a call fails with the call that was to give its argument
@@ -212,14 +212,14 @@ def test_a_sampler_that_dies_in_a_sync_does_not_keep_the_others_from_it(stage: s
     world.samplers[1].dies_in = stage
     world.sync.sync(2)
     assert world.all_hold(2, 0, 2)
-    assert world.sync.lost() == [1]
+    assert list(world.sync.lost()) == [1]
 
     # Its successor comes when the learner has moved on: it must get what the others hold.
     want = wanted(world.learner)
     world.learner.step()
     world.samplers[1] = Local(sampler_actor(77))
     world.sync.rejoin(1, world.samplers[1])
-    assert world.sync.lost() == []
+    assert not world.sync.lost()
     assert (world.model(1).version, world.model(1).closed) == (2, None)
     assert equal(world.model(1).everything(), want)
     world.sync.sync(3)
@@ -247,7 +247,7 @@ def test_a_sampler_that_dies_while_it_catches_up_is_left_out(stage: str) -> None
     world.learner.step()
     world.sync.sync(2)
     assert world.all_hold(2, 0, 2)
-    assert world.sync.lost() == [1]
+    assert list(world.sync.lost()) == [1]
     world.learner.step()
     world.sync.sync(3)
     assert world.all_hold(3, 0, 2)
@@ -259,9 +259,9 @@ def test_a_learner_that_dies_in_a_sync_is_not_taken_for_a_sampler() -> None:
     before = [world.model(index).everything() for index in (0, 1)]
     world.learner.step()
     world.remote.dies_in = "ship"
-    with pytest.raises(ActorDied, match="the process ended"):
+    with pytest.raises(ActorDied, match="an actor"):
         world.sync.sync(2)
-    assert world.sync.lost() == []
+    assert not world.sync.lost()
     for index in (0, 1):
         assert (world.model(index).version, world.model(index).closed) == (1, None)
         assert equal(world.model(index).everything(), before[index])
@@ -272,12 +272,15 @@ def test_when_nobody_is_left_the_sync_says_so_and_a_fresh_sampler_is_sent_the_ve
     for _ in range(2):
         with pytest.raises(NoSamplerLeft, match="no sampler is left for version 1"):
             world.sync.sync(1)
-        assert world.sync.lost() == [0, 1]
+        assert [str(died) for died in world.sync.lost().values()] == [
+            f"sampler {index} (process 4711) died in the weight sync of version 1; its log: its.log"
+            for index in (0, 1)
+        ]
     world.samplers[1] = Local(sampler_actor(77))
     world.sync.take(1, world.samplers[1])
     world.sync.sync(1)
     assert world.all_hold(1, 1)
-    assert world.sync.lost() == [0]
+    assert list(world.sync.lost()) == [0]
 
 
 def test_without_a_copy_a_sampler_cannot_be_brought_back() -> None:
@@ -436,13 +439,17 @@ def test_deaths_are_bounded(fleet: tuple[World, Fleet]) -> None:
         world.samplers[1].dead = True
         samplers.generate([("a",), ("b",)])
     world.samplers[1].dead = True
-    with pytest.raises(ActorDied, match=r"sync.restarts=2: no more restarts"):
+    with pytest.raises(ActorDied) as found:
         samplers.generate([("a",), ("b",)])
+    assert str(found.value) == (
+        "sampler 1 (process 4711) died while it wrote responses; its log: its.log;"
+        " sync.restarts=2: no more restarts"
+    )
     alone = World(1)
     samplers = fleet_of(alone, restarts=0)
     samplers.sync(1)
     alone.samplers[0].dies_in = "receive"
-    with pytest.raises(ActorDied, match=r"sampler 0 died in the weight sync of version 2 \(sync.restarts=0"):
+    with pytest.raises(ActorDied, match=r"0 .* died in the weight sync of version 2; .* sync\.restarts=0"):
         samplers.sync(2)
 
 
