@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from learner.policy import Scores
     from rl.cluster import Remote
     from rl.config.cluster import SyncConfig
+    from rl.deaths import ActorDied
     from rl.group import Group
     from rl.rollout import Sequences
     from rl.sync.follower import Follower
@@ -387,8 +388,11 @@ class WeightSyncActor(Actor):
     def sync(self, version: int) -> dict[str, Any]:
         return self.weight_sync.sync(version)
 
-    def lost(self) -> list[int]:
+    def lost(self) -> dict[int, ActorDied]:
         return self.weight_sync.lost()
+
+    def take(self, index: int, sampler: Remote | Group) -> None:
+        self.weight_sync.take(index, sampler)
 
     def rejoin(self, index: int, sampler: Remote | Group) -> None:
         self.weight_sync.rejoin(index, sampler)

@@ -15,6 +15,7 @@ from pathlib import Path
 from textwrap import shorten
 from typing import Any, TypeVar
 
+from rl.deaths import death, know
 from rl.errors import ClusterError
 from rl.placement import HERE, HOST, Node, Place
 
@@ -52,6 +53,7 @@ def local_cluster(object_store_mib: int) -> Iterator[None]:
     os.environ.update(_RAY_ENVIRONMENT | _LOOPBACK_ENVIRONMENT)
     import ray
 
+    _keep_deaths_off_the_terminal()
     try:
         _start_ray(object_store_mib)
         yield
@@ -69,6 +71,7 @@ def joined_cluster(address: str) -> Iterator[None]:
     os.environ.update(_RAY_ENVIRONMENT)
     import ray
 
+    _keep_deaths_off_the_terminal()
     try:
         try:
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
@@ -80,6 +83,13 @@ def joined_cluster(address: str) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
+
+
+def _keep_deaths_off_the_terminal() -> None:
+    """Ray prints its account of every death there, whatever `log_to_driver` is; `rl.deaths` has a place for it."""
+    import ray._private.worker
+
+    ray._private.worker._worker_logs_enabled = False
 
 
 def _start_ray(object_store_mib: int) -> None:
@@ -126,7 +136,7 @@ def start_actor(
     # Ray keeps the name of an actor that died for a while, and its successor must not wait for that.
     unique = f"{name}-{uuid.uuid4().hex[:8]}"
     options = {"name": unique, "max_restarts": 0, "runtime_env": {"env_vars": environment}}
-    return Remote(ray.remote(actor_class).options(**options, **_on(place.node)).remote(*args))
+    return Remote(ray.remote(actor_class).options(**options, **_on(place.node)).remote(*args), name, str(log))
 
 
 def free_port(node: Node) -> int:
@@ -163,28 +173,26 @@ def stop_actor(remote: Any) -> None:
         ray.kill(member._handle)
 
 
-class ActorDied(RuntimeError):
-    """An actor's process ended, or its constructor failed; the logs in the run folder say why."""
-
-
 class Remote:
     """A Ray actor's methods, called as if it were here: ``remote.score(batch)`` waits for the result.
 
     ``remote.later.score(batch)`` starts the call and returns its reference, which may be passed to another actor
-    (the bytes then go from actor to actor). An error raised in the actor is raised here as the same type.
+    (the bytes then go from actor to actor). An error raised in the actor is raised here as the same type. name, log:
+    what is said of its death (`rl.deaths`).
     """
 
-    def __init__(self, handle: Any):
-        self._handle = handle
+    def __init__(self, handle: Any, name: str, log: str):
+        self._handle, self._said = handle, (name, log)
         self.later = _Later(handle)
+        know(handle._actor_id.hex(), name, log)
 
     def __getattr__(self, method: str) -> Any:
         if method.startswith("__"):
             raise AttributeError(method)
-        return lambda *args, **kwargs: wait(getattr(self._handle, method).remote(*args, **kwargs))
+        return lambda *args, **kwargs: wait(getattr(self._handle, method).remote(*args, **kwargs), method)
 
     def __reduce__(self) -> Any:
-        return (Remote, (self._handle,))
+        return (Remote, (self._handle, *self._said))
 
 
 class _Later:
@@ -209,8 +217,10 @@ def as_done(calls: Mapping[Key, Any]) -> Iterator[tuple[Key, Any]]:
         yield pending.pop(done), done
 
 
-def wait(reference: Any) -> Any:
-    """The value of a reference (or of a list of them); the actor's own exception if the call failed."""
+def wait(reference: Any, method: str = "") -> Any:
+    """The value of a reference (or of a list of them); the actor's own exception if the call failed. Raises ActorDied,
+    which names the `method`.
+    """
     import ray
 
     try:
@@ -218,4 +228,4 @@ def wait(reference: Any) -> Any:
     except ray.exceptions.RayTaskError as error:
         raise error.cause from error
     except ray.exceptions.RayActorError as error:
-        raise ActorDied(str(error)) from error
+        raise death(error, method) from error

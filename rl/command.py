@@ -8,8 +8,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
 from rl.compose import to_yaml
+from rl.deaths import ActorDied
 from rl.errors import DiskFull, NodeLost, UserError
 
+ENGINE_DIED = 1
 TRY_AGAIN = 75  # EX_TEMPFAIL of sysexits.h: the same command may well work next time
 
 if TYPE_CHECKING:
@@ -36,8 +38,9 @@ def run_command(
 ) -> int:
     """`run` what `load` makes of the overrides, or print it with --show-config.
 
-    Returns the exit status: 0 done, 2 an error that the user can mend (one line on stderr), 75 a node lost, 130
-    interrupted (`interrupted` says how to go on after these two, and after a disk was full).
+    Returns the exit status: 0 done, 1 a process of an engine died, 2 an error that the user can mend, 75 a node lost,
+    130 interrupted. All but the first come with one line on stderr; `interrupted` says how to go on after a death, a
+    lost node, an interruption, and a disk that was full.
     """
     try:
         config = load(options.overrides)
@@ -51,6 +54,9 @@ def run_command(
     except NodeLost as error:
         print(f"error: {error}; {interrupted}", file=sys.stderr)
         return TRY_AGAIN
+    except ActorDied as error:
+        print(f"error: {error}; {interrupted}", file=sys.stderr)
+        return ENGINE_DIED
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

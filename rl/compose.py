@@ -30,7 +30,7 @@ from rl.config.model import ModelConfig, SpecConfig
 from rl.config.run import LoggingConfig, RunConfig
 from rl.config.scoring import EvaluationConfig, RewardConfig
 from rl.errors import ConfigError
-from rl.override_errors import explain, known_keys, no_such_key
+from rl.override_errors import explain, known_keys, no_such_key, no_such_value
 from sampler.config import SamplerConfig
 
 if TYPE_CHECKING:
@@ -194,6 +194,8 @@ def _describe(detail: Any, known: Mapping[str, Any]) -> str:
             return no_such_key(f"{key}={detail['input']!r}", known)
         case "missing" | "missing_argument":
             return f"{key}: a value is needed"
+        case "dataclass_type":
+            return no_such_value(f"{key}={detail['input']!r}", known)
         case "value_error":
             return str(detail["ctx"]["error"])
         case _:

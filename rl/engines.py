@@ -48,14 +48,17 @@ class Engines:
 
     def reports(self) -> list[EngineReport]:
         """Of all that must compute under one specification."""
-        return [
-            self.learner.report(),
-            *(sampler.report() for sampler in self.samplers),
-            self.weight_sync.report(),
-        ]
+        return [self.learner.report(), *self.weight_sync.from_each("report"), self.weight_sync.report()]
+
+    def reports_at_end(self) -> list[EngineReport]:
+        """The same when no sampler is needed any more: those that have died, or done nothing, are left out."""
+        samplers = self.weight_sync.from_those_at_work("report")
+        return [self.learner.report(), *samplers, self.weight_sync.report()]
 
     def memory(self) -> dict[str, float]:
-        """Peak memory, the driver's too, in MiB, by the names of `rl.metrics`; of an engine's processes the largest."""
+        """Peak memory in MiB, the driver's too, by the names of `rl.metrics`, of an engine's processes the largest;
+        and how many samplers had to be started again.
+        """
         named = {"learner": self.learner, "reference": self.reference, "critic": self.critic}
         memory = {
             f"memory/{name}": largest([engine], "memory_mib")
@@ -64,14 +67,15 @@ class Engines:
         }
         memory |= {
             "memory/driver": peak_memory_mib(),
-            "memory/sampler": largest(self.samplers, "memory_mib"),
             "memory/weight_sync": self.weight_sync.memory_mib(),
         }
-        gpu = {
+        unless_none = {
+            "memory/sampler": self.weight_sync.largest("memory_mib"),
             "memory/learner_gpu": largest([self.learner], "gpu_mib"),
-            "memory/sampler_gpu": largest(self.samplers, "gpu_mib"),
+            "memory/sampler_gpu": self.weight_sync.largest("gpu_mib"),
         }
-        return memory | {name: peak for name, peak in gpu.items() if peak}
+        memory |= {name: peak for name, peak in unless_none.items() if peak}
+        return memory | {"usage/restarts": self.weight_sync.restarts}
 
     def work(self, sequences: Sequences) -> dict[str, float]:
         """What the scoring pass over `sequences`, which was the last, had to do, and how it spread over the experts."""
@@ -111,14 +115,14 @@ def start_engines(plan: Plan, folder: RunFolder, view: RunView, nodes: Sequence[
         reference = _start_learner(plan, model, plan.learner_map, folder, nodes, "reference")
     if config.algorithm.objective.critic is not None:
         critic = _start_critic(plan, model, folder, nodes)
-    wait_until_ready([engine for engine in (reference, critic) if engine is not None])
+    wait_until_ready([engine for engine in (weight_sync, reference, critic) if engine is not None])
     trained = [engine for engine in (learner, reference, critic) if engine is not None]
     leaving = trained if config.learner.offload else []
     fleet = Fleet(samplers, weight_sync, start, config.sync.restarts, sleeps, leaving)
-    return Engines(learner, fleet, _hardware(plan, learner, samplers[0]), reference, critic)
+    return Engines(learner, fleet, _hardware(plan, learner, fleet), reference, critic)
 
 
-def _hardware(plan: Plan, learner: Remote | Group, sampler: Remote | Group) -> Hardware:
+def _hardware(plan: Plan, learner: Remote | Group, fleet: Fleet) -> Hardware:
     config = plan.config
     return Hardware(
         model_architecture(plan.model),
@@ -127,7 +131,7 @@ def _hardware(plan: Plan, learner: Remote | Group, sampler: Remote | Group) -> H
         samplers=config.run.samplers,
         ranks=config.learner.processes,
         learner=device_of(learner.device_name()),
-        sampler=device_of(sampler.device_name()),
+        sampler=device_of(fleet.from_each("device_name")[0]),
     )
 
 

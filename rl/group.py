@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from learner.errors import OtherRankFailed
-from rl.cluster import ActorDied, Remote, free_port, start_actor, wait
+from rl.cluster import Remote, free_port, start_actor, wait
+from rl.deaths import ActorDied
 from rl.placement import Place
 
 _PATIENCE_S = 20.0  # after an error on one rank, for that on which it rests
@@ -113,7 +114,7 @@ class Group:
         def call(*args: Any, **kwargs: Any) -> Any:
             references = self.begin(method, args, kwargs)
             unseen, self._unseen = self._unseen, []
-            return _answer(references, unseen)
+            return _answer(references, unseen, method)
 
         return call
 
@@ -160,9 +161,9 @@ def _put(value: Any) -> Any:
     return value if isinstance(value, str | int | float | None | ray.ObjectRef) else ray.put(value)
 
 
-def _answer(references: list[Any], others: list[Any]) -> Any:
-    """Rank 0's answer, once all have answered. The first error ends the waiting: other ranks may wait for the one that
-    failed. An error that only says that another rank failed gives way to that one's own.
+def _answer(references: list[Any], others: list[Any], method: str = "") -> Any:
+    """Rank 0's answer to `method`, once all have answered. The first error ends the waiting: other ranks may wait for
+    the one that failed. An error that only says that another rank failed gives way to that one's own.
     """
     import ray
 
@@ -172,7 +173,7 @@ def _answer(references: list[Any], others: list[Any]) -> Any:
         if not done:
             break
         try:
-            wait(done[0])
+            wait(done[0], method)
         except OtherRankFailed as error:
             hearsay = error
     if hearsay is not None:

@@ -222,7 +222,7 @@ def open_job(plan: Plan) -> Iterator[Job]:
         record_engines(folder, reports)
         _say(view, *check_specifications(reports, config.spec.allow_difference))
         yield job
-        reports = engines.reports()
+        reports = engines.reports_at_end()
         if has_learned(checkpoints.steps(), checkpoint):
             check_experts_ran(reports)
         record_engines(folder, reports)

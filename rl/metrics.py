@@ -277,6 +277,7 @@ _TABLE: dict[str, list[tuple[str, Reducer, str, str]]] = {
         ("usage/update_mfu", ONCE, "share", "of the device's dense BF16 rate in the updates; see `rl.flops`"),
         ("usage/decode_bandwidth", ONCE, "share", "of the device's memory bandwidth in sampling, estimated"),
         ("usage/install_bandwidth", ONCE, "share", "of it while a sync is installed"),
+        ("usage/restarts", LAST, "", "samplers started again for one that died, so far in this launch"),
     ],
     "memory": [
         ("memory/driver", MAX, "MiB", "peak resident memory of the driver"),

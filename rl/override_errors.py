@@ -63,6 +63,15 @@ def no_such_key(override: str, known: Mapping[str, Any]) -> str:
     return _refusal(override, near_keys(key, known))
 
 
+def no_such_value(override: str, known: Iterable[str]) -> str:
+    """For a value that stands where keys are expected."""
+    section = f"{override.partition('=')[0]}."
+    keys = [key for key in known if key.startswith(section) and "." not in key.removeprefix(section)]
+    more = ", ..." if len(keys) > _NEAR else ""
+    expected = ", ".join(f"{key}=VALUE" for key in keys[:_NEAR])
+    return f"{override}: its keys are set one by one: {expected}{more}"
+
+
 def _no_such_entry(override: str, key: str, mapping: str, values: Any) -> str:
     """For a key below a mapping whose entries are `values`: of any name, or dataclasses."""
     entry, _, name = key.removeprefix(f"{mapping}.").partition(".")

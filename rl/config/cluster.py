@@ -20,7 +20,7 @@ class SyncConfig:
     # For the members of the process group to meet, and for a chunk to arrive: ends the wait for a process that hangs;
     # one that dies is noticed at once.
     timeout_s: float = 120.0
-    restarts: int = 3  # of samplers that die, in a run. With 0 the learner keeps no copy of what it sent
+    restarts: int = 3  # of samplers that die, in a launch. With 0 the learner keeps no copy of what it sent
 
     def __post_init__(self) -> None:
         require(self.bucket_mib >= 1, "sync.bucket_mib", self.bucket_mib, "at least 1")

@@ -11,8 +11,9 @@ from typing import Any
 
 from kernels.precision_map import PrecisionMap
 from kernels.report import EngineReport
-from rl.cluster import ActorDied, Remote, as_done, wait
+from rl.cluster import Remote, as_done, wait
 from rl.config.cluster import SyncConfig
+from rl.deaths import ActorDied
 from rl.group import Group, members_of
 from rl.sync.protocol import Announcement, attest
 from rl.sync.receiver import Installed
@@ -23,11 +24,18 @@ log = logging.getLogger(__name__)
 
 
 class SamplerLost(Exception):
-    """A process of a sampler ended during a sync; `index` says whose."""
+    """A process of sampler `index` ended during a sync."""
 
-    def __init__(self, index: int, why: str) -> None:
-        super().__init__(f"sampler {index} died: {why}")
-        self.index = index
+    def __init__(self, index: int, died: ActorDied) -> None:
+        super().__init__(index, died)  # from which it is made again in another process
+        self.index, self.died = index, died
+
+    def __str__(self) -> str:
+        return str(self.died)
+
+
+class NoSamplerLeft(Exception):
+    """All samplers died before one of them held what was sent: nobody has it, and no copy of it is kept."""
 
 
 class WeightSync:
@@ -49,7 +57,8 @@ class WeightSync:
         self.precision_map = precision_map
         self.config = config
         self._samplers = {index: members_of(sampler) for index, sampler in enumerate(samplers)}
-        self._lost: list[int] = []
+        self._lost: dict[int, ActorDied] = {}
+        self._at = "before the first weight sync"  # what samplers are in the midst of
         self._linked: list[Receiving] | None = None  # who is in the transport's group
         layouts = self._all(list(self._samplers), "expert_layout")
         if len(set(layouts.values())) > 1:
@@ -71,39 +80,48 @@ class WeightSync:
 
         A sampler that dies on the way is left out (see `lost`) and the others are brought to the version all the same.
         Raises what a receiver raised, or AttestationError; then nothing serves the new version, and before their end
-        the samplers are as they were. Raises ActorDied when the learner or the last sampler has died.
+        the samplers are as they were. Raises NoSamplerLeft when the last sampler has died: `sync` again is right once
+        there are others (`take`). Raises ActorDied when the learner has died.
         """
         started = time.perf_counter()
-        while True:
+        self._at = f"in the weight sync of version {version}"
+        while self._samplers:
             try:
                 metrics = self._sync(version)
                 break
             except SamplerLost as lost:
                 self._forget(lost)
+        else:
+            raise NoSamplerLeft(f"no sampler is left for version {version}")
         log.info(
             "version %d: %d bytes in %.2f s", version, metrics["sync/bytes"], time.perf_counter() - started
         )
         return metrics
 
-    def lost(self) -> list[int]:
+    def lost(self) -> dict[int, ActorDied]:
         """The samplers that died and were not replaced, by their numbers."""
-        return list(self._lost)
+        return dict(self._lost)
+
+    def take(self, index: int, sampler: Remote | Group) -> None:
+        """From now on `sampler` is number `index`; the next sync sends it whole tensors."""
+        self._samplers[index] = members_of(sampler)
+        self._lost.pop(index, None)
+        self._linked = None
 
     def rejoin(self, index: int, sampler: Remote | Group) -> None:
-        """Take `sampler` in place number `index`, and bring it to the version that was sent last, not a later one.
+        """`take`, and bring it to the version that was sent last, not a later one.
 
-        Raises ProtocolError when nothing was sent, or no copy of it kept; else as `sync` does.
+        Raises ProtocolError when nothing was sent, or no copy of it kept, and SamplerLost when a sampler dies; else as
+        `sync` does.
         """
-        self._samplers[index] = members_of(sampler)
-        if index in self._lost:
-            self._lost.remove(index)
-        self._linked = None
+        self.take(index, sampler)
+        self._at = "while a sampler was brought to the others' version"
         try:
             self._link()
             self._send_kept([index])
         except SamplerLost as lost:
             self._forget(lost)
-            raise ActorDied(str(lost)) from lost
+            raise
 
     def _sync(self, version: int) -> dict[str, Any]:
         self._link()
@@ -220,8 +238,9 @@ class WeightSync:
             try:
                 results[receiver] = wait(call)
             except ActorDied as died:
-                gone = self._is_gone(receiver)
-                errors.insert(0, SamplerLost(receiver[0], str(died)) if gone else died)
+                index = receiver[0]
+                lost = SamplerLost(index, died.said(f"sampler {index}", self._at))
+                errors.insert(0, lost if self._is_gone(receiver) else died)
                 self._sever()
             except Exception as error:
                 errors.append(error)
@@ -258,10 +277,8 @@ class WeightSync:
     def _forget(self, lost: SamplerLost) -> None:
         log.warning("%s", lost)
         del self._samplers[lost.index]
-        self._lost.append(lost.index)
+        self._lost[lost.index] = lost.died
         self._linked = None
-        if not self._samplers:
-            raise ActorDied(str(lost)) from lost
 
 
 def _session(what: object) -> str:

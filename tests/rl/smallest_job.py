@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from itertools import product
 from pathlib import Path
 
@@ -74,6 +75,30 @@ def kill_when(place: Path, process: subprocess.Popen[bytes], condition: Callable
     process.wait(timeout=60)
     _, alive = psutil.wait_procs(engines, timeout=60)
     assert not alive, f"left running: {alive}"
+
+
+def kill_sampler_in_sync(process: subprocess.Popen[bytes], place: Path) -> None:
+    """SIGKILL the only sampler in a sync: it is halted while the learner updates, and killed when the sync waits.
+
+    Ray names an actor's process after what it is at.
+    """
+
+    def wait_for(title: str) -> psutil.Process:
+        deadline = time.monotonic() + 240
+        while True:
+            for member in psutil.Process(process.pid).children(recursive=True):
+                with suppress(psutil.Error):
+                    if member.cmdline()[:1] == [f"ray::{title}"]:
+                        return member
+            assert process.poll() is None, (place / "output").read_text()
+            assert time.monotonic() < deadline, f"{title} never came"
+            time.sleep(0.005)
+
+    wait_for("LearnerActor.update")
+    sampler = wait_for("SamplerActor")
+    sampler.suspend()
+    wait_for("WeightSyncActor.sync")
+    sampler.kill()
 
 
 def recorded(place: Path, name: str) -> int:

@@ -36,7 +36,7 @@ def fleet(asked: list[str], sleeps: bool) -> Fleet:
     learners: list[Any] = [
         Recorder(name, asked, offload=nbytes) for name, nbytes in (("learner", 2**20), ("critic", 3 * 2**20))
     ]
-    sync: Any = Recorder("sync", asked, sync={"sync/bytes": 7}, lost=[])
+    sync: Any = Recorder("sync", asked, sync={"sync/bytes": 7}, lost={})
     sampler: Any = Recorder("sampler", asked)
     return Fleet([sampler], sync, lambda _: sampler, 0, sleeps, learners)
 

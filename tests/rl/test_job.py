@@ -1,4 +1,4 @@
-"""How a job ends that cannot go on: one line, exit status 2, and what was recorded before."""
+"""How a job ends that cannot go on: one line, exit status 1 or 2, and what was recorded before."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import ray
 
 import rl.job
 from rl.checkpoint import Checkpoint, CheckpointStore
+from rl.deaths import ActorDied
 from rl.errors import DiskFull
 from rl.job import has_learned
 from rl.records.history import read_history
@@ -74,6 +75,19 @@ def test_a_disk_that_is_full_ends_the_command_in_one_line_that_says_how_to_go_on
     assert "make room, then go on with run.resume=" in captured.err
     latest = tmp_path / "tiny" / "latest"
     assert not list((latest / "checkpoints").iterdir()) and not (latest / "report.html").exists()
+
+
+def test_the_death_of_an_engine_ends_the_command_in_one_line_that_says_how_to_go_on(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    def start(*_: object) -> None:
+        raise ActorDied("sampler 0")
+
+    monkeypatch.setattr(ray, "init", lambda **_: None)
+    monkeypatch.setattr(rl.job, "start_engines", start)
+    assert main(overrides(tmp_path, cache)) == 1
+    assert capsys.readouterr().err == "error: sampler 0 died; go on with run.resume=<the run's folder>\n"
+    assert (tmp_path / "tiny" / "latest" / "report.html").exists()
 
 
 def test_a_report_without_room_is_an_error_of_its_own_only_where_nothing_else_ended_the_run(

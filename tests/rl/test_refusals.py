@@ -58,6 +58,10 @@ CASES = {
         ["algorithm=ppo", "algorithm.objective.critic.warmup_iterations=150"],
         "warmup_iterations=150",
     ),
+    "a section as a switch": (
+        ["algorithm.partial_rollouts=true"],
+        "algorithm.partial_rollouts=True: its keys are set one by one: algorithm.partial_rollouts.token_budget=VALUE\n",
+    ),
     "unknown codec": (["sync.codec=zip"], "sync.codec='zip'"),
     "buckets of nothing": (["sync.bucket_mib=0"], "sync.bucket_mib=0"),
     "no sampler": (["run.samplers=0"], "run.samplers=0"),

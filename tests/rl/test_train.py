@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from tests.rl.smallest_job import (
     arguments,
     assert_equal_runs,
     finish,
+    kill_sampler_in_sync,
     kill_when,
     recorded,
     run_folder,
@@ -82,7 +84,9 @@ def test_a_run_fits_into_eight_gib(uninterrupted: Path):
     assert sum(value for name, value in last.items() if name.startswith("memory/")) < 8 * 1024
 
 
-def test_a_run_killed_twice_equals_the_uninterrupted_one(place: Path, uninterrupted: Path):
+def test_a_run_killed_twice_that_then_loses_its_sampler_equals_the_uninterrupted_one(
+    place: Path, uninterrupted: Path
+):
     def saving() -> bool:
         return any((place / "killed/latest/checkpoints").glob(".scratch-*"))
 
@@ -96,9 +100,14 @@ def test_a_run_killed_twice_equals_the_uninterrupted_one(place: Path, uninterrup
     before = checkpoints.steps()
     process = start(place, resume, "run.name=killed", WARM)
     kill_when(place, process, lambda: checkpoints.steps() != before)
-    finish(start(place, resume, "run.name=killed", WARM), place)
+    process = start(place, resume, "run.name=killed", WARM)
+    kill_sampler_in_sync(process, place)
+    output = " ".join(finish(process, place).split())
+    assert re.search(r"sampler 0 \(process \d+\) died in the weight sync of version \d; its log: ", output)
+    assert "Worker exit" not in output  # Ray's account
 
     assert_equal_runs(folder, uninterrupted)
+    assert read_history(folder / "metrics.jsonl")[ITERATIONS]["usage/restarts"] == 1
 
 
 def refused(overrides: list[str], capsys: pytest.CaptureFixture[str]) -> str:

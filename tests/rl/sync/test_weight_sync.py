@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,8 +11,8 @@ import torch
 
 from kernels.experts import StoredLayout
 from rl.actors import LearnerActor, SamplerActor
-from rl.cluster import ActorDied
 from rl.config.cluster import SyncConfig
+from rl.deaths import ActorDied
 from rl.fleet import Fleet
 from rl.metrics import METRICS
 from rl.sync import weight_sync
@@ -21,7 +21,7 @@ from rl.sync.receiver import Receiver
 from rl.sync.rest import Rest, Stage
 from rl.sync.sender import Sender
 from rl.sync.transport import RayInlet, RayOutlet
-from rl.sync.weight_sync import WeightSync
+from rl.sync.weight_sync import NoSamplerLeft, WeightSync
 from tests.rl.sync.worlds import MAP, Learner, Model, equal, wanted
 
 
@@ -45,7 +45,7 @@ class Local:
             self.calls.append(method)
             self.dead = self.dead or method == self.dies_in
             if self.dead:
-                return ActorDied("the process ended")
+                return ActorDied("an actor", "died", 4711, "its.log")
             failed = [argument for argument in args if isinstance(argument, Exception)]
             if failed:
                 return failed[0]  # as Ray has it: a call fails with the call that was to give its argument
@@ -89,6 +89,8 @@ def sampler_actor(seed: int, layout: StoredLayout = StoredLayout.ROWS) -> Sample
     actor.receiver, actor.inlet = Receiver(Model(seed, layout)), RayInlet()
     actor.device = torch.device("cpu")
     actor.ready = lambda: True  # type: ignore[method-assign]
+    actor.memory_mib = lambda: seed  # type: ignore[method-assign]
+    actor.state = lambda: (seed, actor.receiver.held().version)  # type: ignore[attr-defined]
     actor.generate = lambda *share: (seed, *share)  # type: ignore[method-assign,assignment]
     actor.rest = Rest(SimpleNamespace(sleep=bool, wake_weights=int, wake_cache=int), actor.receiver, False)
     return actor
@@ -210,14 +212,14 @@ def test_a_sampler_that_dies_in_a_sync_does_not_keep_the_others_from_it(stage: s
     world.samplers[1].dies_in = stage
     world.sync.sync(2)
     assert world.all_hold(2, 0, 2)
-    assert world.sync.lost() == [1]
+    assert list(world.sync.lost()) == [1]
 
     # Its successor comes when the learner has moved on: it must get what the others hold.
     want = wanted(world.learner)
     world.learner.step()
     world.samplers[1] = Local(sampler_actor(77))
     world.sync.rejoin(1, world.samplers[1])
-    assert world.sync.lost() == []
+    assert not world.sync.lost()
     assert (world.model(1).version, world.model(1).closed) == (2, None)
     assert equal(world.model(1).everything(), want)
     world.sync.sync(3)
@@ -245,7 +247,7 @@ def test_a_sampler_that_dies_while_it_catches_up_is_left_out(stage: str) -> None
     world.learner.step()
     world.sync.sync(2)
     assert world.all_hold(2, 0, 2)
-    assert world.sync.lost() == [1]
+    assert list(world.sync.lost()) == [1]
     world.learner.step()
     world.sync.sync(3)
     assert world.all_hold(3, 0, 2)
@@ -257,18 +259,28 @@ def test_a_learner_that_dies_in_a_sync_is_not_taken_for_a_sampler() -> None:
     before = [world.model(index).everything() for index in (0, 1)]
     world.learner.step()
     world.remote.dies_in = "ship"
-    with pytest.raises(ActorDied, match="the process ended"):
+    with pytest.raises(ActorDied, match="an actor"):
         world.sync.sync(2)
-    assert world.sync.lost() == []
+    assert not world.sync.lost()
     for index in (0, 1):
         assert (world.model(index).version, world.model(index).closed) == (1, None)
         assert equal(world.model(index).everything(), before[index])
 
 
-def test_when_nobody_is_left_the_run_ends() -> None:
+def test_when_nobody_is_left_the_sync_says_so_and_a_fresh_sampler_is_sent_the_version() -> None:
     world = World(2, faults={0: {"dies_in": "begin"}, 1: {"dies_in": "receive"}})
-    with pytest.raises(ActorDied, match="sampler 1 died: the process ended"):
-        world.sync.sync(1)
+    for _ in range(2):
+        with pytest.raises(NoSamplerLeft, match="no sampler is left for version 1"):
+            world.sync.sync(1)
+        assert [str(died) for died in world.sync.lost().values()] == [
+            f"sampler {index} (process 4711) died in the weight sync of version 1; its log: its.log"
+            for index in (0, 1)
+        ]
+    world.samplers[1] = Local(sampler_actor(77))
+    world.sync.take(1, world.samplers[1])
+    world.sync.sync(1)
+    assert world.all_hold(1, 1)
+    assert list(world.sync.lost()) == [0]
 
 
 def test_without_a_copy_a_sampler_cannot_be_brought_back() -> None:
@@ -278,17 +290,21 @@ def test_without_a_copy_a_sampler_cannot_be_brought_back() -> None:
         world.sync.rejoin(1, Local(sampler_actor(88)))
 
 
-@pytest.fixture
-def fleet() -> Iterator[tuple[World, Fleet]]:
-    world = World()
+def fleet_of(world: World, **settings: Any) -> Fleet:
+    """Of the world's samplers. Those that it starts have numbers from 100 on for seeds."""
     started = iter(range(100, 110))
 
     def start(index: int) -> Local:
         world.samplers[index] = Local(sampler_actor(next(started)))
         return world.samplers[index]
 
-    world.fleet = Fleet(world.samplers, Local(world.sync), start, restarts=2)  # type: ignore[attr-defined,arg-type]
-    yield world, world.fleet  # type: ignore[attr-defined]
+    return Fleet(world.samplers, Local(world.sync), start, **{"restarts": 2, **settings})  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def fleet() -> tuple[World, Fleet]:
+    world = World()
+    return world, fleet_of(world)
 
 
 def test_a_sampler_that_dies_at_work_is_replaced_and_its_share_done_again(fleet: tuple[World, Fleet]) -> None:
@@ -315,10 +331,89 @@ def test_a_sampler_that_dies_in_a_sync_is_replaced_at_once(fleet: tuple[World, F
     assert samplers.generate([("a",), ("b",)]) == [(100, "a"), (51, "b")]
 
 
+@pytest.mark.parametrize("sleeps", [False, True])
+@pytest.mark.parametrize("stage", ["", "held", "begin", "receive", "end", "commit"])
+@pytest.mark.parametrize("codec, samplers", [("packed", 1), ("delta", 1), ("delta", 2)])
+def test_when_all_samplers_die_in_a_sync_their_successors_get_the_version(
+    codec: str, samplers: int, stage: str, sleeps: bool
+) -> None:
+    """stage: "" for before the sync."""
+    world = World(samplers, codec=codec)
+    learner = Local(SimpleNamespace(offload=int, onload=bool))
+    own = fleet_of(world, sleeps=sleeps, leaving=[learner])
+    own.sync(1)
+    own.rest()
+    world.learner.step()
+    for sampler in world.samplers:
+        sampler.dies_in, sampler.dead = stage, not stage
+    metrics = own.sync(2)
+    assert own.restarts == samplers
+    assert world.all_hold(2)
+    assert "sync/changed_share" not in metrics or stage == "commit"  # whole, as nobody had the version before
+    assert all(sampler.actor.rest.stage is Stage.AWAKE for sampler in world.samplers)
+    own.rest()
+    assert [call for call in learner.calls if call == "onload"] == learner.calls[1::2]  # in turns
+    world.learner.step()
+    assert ("sync/changed_share" in own.sync(3)) == (
+        codec == "delta" and not sleeps
+    )  # in sleep weights are lost
+    assert world.all_hold(3)
+    assert own.restarts == samplers
+
+
+def test_a_sampler_that_dies_before_the_first_sync_is_replaced_when_it_is_asked_for_anything() -> None:
+    world = World()
+    own = fleet_of(world)
+    world.samplers[0].dead = True
+    assert own.from_each("state") == [(100, 0), (51, 0)]
+    own.sync(1)
+    assert world.all_hold(1)
+    assert own.from_each("state") == [(100, 1), (51, 1)]
+
+
+def test_a_sampler_that_dies_later_is_replaced_and_brought_to_the_version_when_it_is_asked_for_anything() -> (
+    None
+):
+    world = World()
+    own = fleet_of(world)
+    own.sync(1)
+    want = wanted(world.learner)
+    world.learner.step()
+    world.samplers[1].dead = True
+    assert own.from_each("state") == [(50, 1), (100, 1)]
+    assert equal(world.model(1).everything(), want)
+
+
+def test_what_no_work_depends_on_is_asked_of_those_alive(fleet: tuple[World, Fleet]) -> None:
+    world, own = fleet
+    own.sync(1)
+    assert own.largest("memory_mib") == 51
+    world.samplers[1].dead = True
+    assert own.largest("memory_mib") == 50
+    assert own.from_those_at_work("state") == [(50, 1)]
+    assert own.restarts == 0
+    own.from_each("state")
+    assert own.restarts == 1
+    assert own.from_those_at_work("state") == [(50, 1)]  # the successor has had nothing to do
+    own.generate([("a",), ("b",)])
+    assert own.from_those_at_work("state") == [(50, 1), (100, 1)]
+    for sampler in world.samplers:
+        sampler.dead = True
+    assert (own.largest("memory_mib"), own.from_those_at_work("state")) == (None, [])
+
+
+def test_a_first_sync_that_nobody_survives_is_made_again() -> None:
+    world = World(1, faults={0: {"dies_in": "end"}})
+    own = fleet_of(world)
+    own.sync(1)
+    assert world.all_hold(1)
+    assert own.restarts == 1
+
+
 def test_samplers_rest_from_the_last_question_to_the_next_sync(fleet: tuple[World, Fleet]) -> None:
     world, samplers = fleet
     samplers.rest()  # of a fleet that does not sleep: nothing happens
-    samplers = Fleet(samplers.samplers, samplers._weight_sync, samplers._start, restarts=2, sleeps=True)
+    samplers = fleet_of(world, sleeps=True)
     samplers.sync(1)
     for version in (2, 3):
         samplers.rest()
@@ -344,8 +439,18 @@ def test_deaths_are_bounded(fleet: tuple[World, Fleet]) -> None:
         world.samplers[1].dead = True
         samplers.generate([("a",), ("b",)])
     world.samplers[1].dead = True
-    with pytest.raises(ActorDied, match=r"sync.restarts=2: no more restarts"):
+    with pytest.raises(ActorDied) as found:
         samplers.generate([("a",), ("b",)])
+    assert str(found.value) == (
+        "sampler 1 (process 4711) died while it wrote responses; its log: its.log;"
+        " sync.restarts=2: no more restarts"
+    )
+    alone = World(1)
+    samplers = fleet_of(alone, restarts=0)
+    samplers.sync(1)
+    alone.samplers[0].dies_in = "receive"
+    with pytest.raises(ActorDied, match=r"0 .* died in the weight sync of version 2; .* sync\.restarts=0"):
+        samplers.sync(2)
 
 
 def test_twenty_versions_by_changes_are_byte_for_byte_a_whole_sync() -> None:
