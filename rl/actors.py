@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from learner.batch import TrainBatch
     from learner.config import CriticConfig, LearnerConfig, ObjectiveConfig
     from learner.policy import Scores
+    from rl.actor_group import ActorGroup
     from rl.cluster import Remote
     from rl.config.cluster import SyncConfig
     from rl.deaths import ActorDied
-    from rl.group import Group
     from rl.rollout import Sequences
     from rl.sync.follower import Follower
     from rl.sync.protocol import Announcement, Held
@@ -39,7 +39,7 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def collective(method: Method) -> Method:
-    """Marks what all processes that share a model must call together; see `rl.group`."""
+    """Marks what all processes that share a model must call together; see `rl.actor_group`."""
     method.collective = True  # type: ignore[attr-defined]
     return method
 
@@ -372,8 +372,8 @@ class WeightSyncActor(Actor):
 
     def __init__(
         self,
-        learner: Remote | Group,
-        samplers: Sequence[Remote | Group],
+        learner: Remote | ActorGroup,
+        samplers: Sequence[Remote | ActorGroup],
         precision_map: PrecisionMap,
         config: SyncConfig,
     ):
@@ -391,8 +391,8 @@ class WeightSyncActor(Actor):
     def lost(self) -> dict[int, ActorDied]:
         return self.weight_sync.lost()
 
-    def take(self, index: int, sampler: Remote | Group) -> None:
+    def take(self, index: int, sampler: Remote | ActorGroup) -> None:
         self.weight_sync.take(index, sampler)
 
-    def rejoin(self, index: int, sampler: Remote | Group) -> None:
+    def rejoin(self, index: int, sampler: Remote | ActorGroup) -> None:
         self.weight_sync.rejoin(index, sampler)

@@ -166,7 +166,7 @@ def _on(node: Node) -> dict[str, Any]:
 
 
 def stop_actor(remote: Any) -> None:
-    """End an actor's process, or those of a group (`rl.group`)."""
+    """End an actor's process, or those of a group (`rl.actor_group`)."""
     import ray
 
     for member in [remote] if isinstance(remote, Remote) else remote.members:

@@ -10,12 +10,12 @@ from pathlib import Path
 from kernels.catalogue import named_spec
 from kernels.precision_map import PrecisionMap
 from kernels.report import EngineReport
+from rl.actor_group import ActorGroup, largest, start_group, wait_until_ready
 from rl.actors import CriticActor, LearnerActor, SamplerActor, WeightSyncActor
 from rl.cluster import Remote, start_actor, stop_actor
 from rl.devices import device_of
 from rl.expert_load import expert_load_by_layer
 from rl.fleet import Fleet
-from rl.group import Group, largest, start_group, wait_until_ready
 from rl.models import cached_folder, folder_digest, model_architecture
 from rl.nodes import check_alive
 from rl.placement import Node, Place, learner_places, sampler_places
@@ -36,14 +36,14 @@ class Engines:
     function.
     """
 
-    learner: Remote | Group
+    learner: Remote | ActorGroup
     weight_sync: Fleet
     hardware: Hardware
-    reference: Remote | Group | None = None
-    critic: Remote | Group | None = None
+    reference: Remote | ActorGroup | None = None
+    critic: Remote | ActorGroup | None = None
 
     @property
-    def samplers(self) -> Sequence[Remote | Group]:
+    def samplers(self) -> Sequence[Remote | ActorGroup]:
         return self.weight_sync.samplers
 
     def reports(self) -> list[EngineReport]:
@@ -122,7 +122,7 @@ def start_engines(plan: Plan, folder: RunFolder, view: RunView, nodes: Sequence[
     return Engines(learner, fleet, _hardware(plan, learner, fleet), reference, critic)
 
 
-def _hardware(plan: Plan, learner: Remote | Group, fleet: Fleet) -> Hardware:
+def _hardware(plan: Plan, learner: Remote | ActorGroup, fleet: Fleet) -> Hardware:
     config = plan.config
     return Hardware(
         model_architecture(plan.model),
@@ -142,7 +142,7 @@ def _start_learner(
     folder: RunFolder,
     nodes: Sequence[Node],
     name: str = "learner",
-) -> Remote | Group:
+) -> Remote | ActorGroup:
     config = plan.config
     arguments = (model, precision_map, config.learner, config.run.seed)
     places = learner_places(config, nodes)
@@ -151,7 +151,7 @@ def _start_learner(
 
 def _start_sampler(
     plan: Plan, model: Path, folder: RunFolder, nodes: Sequence[Node], index: int
-) -> Remote | Group:
+) -> Remote | ActorGroup:
     config = plan.config
     name = f"sampler_{index}" if index else "sampler"
     arguments = (model, plan.sampler_map, config.sampler, config.sync.transport)
@@ -160,7 +160,7 @@ def _start_sampler(
     return start_group(SamplerActor, name, config.sampler, folder.path, *arguments, places=places)
 
 
-def _start_critic(plan: Plan, model: Path, folder: RunFolder, nodes: Sequence[Node]) -> Remote | Group:
+def _start_critic(plan: Plan, model: Path, folder: RunFolder, nodes: Sequence[Node]) -> Remote | ActorGroup:
     config = plan.config
     arguments = (
         model,

@@ -7,9 +7,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from kernels.report import EngineReport
+from rl.actor_group import ActorGroup, members_of
 from rl.cluster import Remote, stop_actor, wait
 from rl.deaths import ActorDied
-from rl.group import Group, members_of
 from rl.sync.weight_sync import NoSamplerLeft, SamplerLost
 
 log = logging.getLogger(__name__)
@@ -28,12 +28,12 @@ class Fleet:
 
     def __init__(
         self,
-        samplers: list[Remote | Group],
+        samplers: list[Remote | ActorGroup],
         weight_sync: Remote,
-        start: Callable[[int], Remote | Group],
+        start: Callable[[int], Remote | ActorGroup],
         restarts: int,
         sleeps: bool = False,
-        leaving: Sequence[Remote | Group] = (),
+        leaving: Sequence[Remote | ActorGroup] = (),
     ) -> None:
         self.samplers = samplers
         self._weight_sync, self._start = weight_sync, start
@@ -126,7 +126,7 @@ class Fleet:
         """Of all samplers at once. One that has died is found and replaced when it is next needed."""
         self._alive(method, [(i, sampler) for i, sampler in enumerate(self.samplers) if i not in without])
 
-    def _alive(self, method: str, asked: Sequence[tuple[int, Remote | Group]]) -> list[Any]:
+    def _alive(self, method: str, asked: Sequence[tuple[int, Remote | ActorGroup]]) -> list[Any]:
         """What these samplers, or processes of them, answer, all asked at once; the dead are left out."""
         calls = [(index, sampler, getattr(sampler.later, method)()) for index, sampler in asked]
         answers = []
@@ -207,12 +207,12 @@ def _said(index: int, died: ActorDied, at: str = "") -> ActorDied:
     return died.said(f"sampler {index}", at)
 
 
-def _outcome(sampler: Remote | Group, call: Any) -> Any:
+def _outcome(sampler: Remote | ActorGroup, call: Any) -> Any:
     """The result of `call`, which `sampler.later` gave."""
-    return sampler.answer(call) if isinstance(sampler, Group) else wait(call)
+    return sampler.answer(call) if isinstance(sampler, ActorGroup) else wait(call)
 
 
-def _end(sampler: Remote | Group) -> None:
+def _end(sampler: Remote | ActorGroup) -> None:
     """Of one that has died: the processes that are left wait for it, or would."""
-    if isinstance(sampler, Group):
+    if isinstance(sampler, ActorGroup):
         stop_actor(sampler)

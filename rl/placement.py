@@ -43,7 +43,7 @@ class Place:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Variables for any process there. Those by which the ranks of a group find each other: `rl.group`."""
+        """Variables for any process there. Those by which the ranks of a group find each other: `rl.actor_group`."""
         node = self.node
         own = {
             HOST_VARIABLE: node.address,

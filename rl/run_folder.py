@@ -8,7 +8,7 @@
     learner.log, sampler.log, weight_sync.log      what these processes print (`rl.actors`)
     sampler_1.log, ...                             further samplers
     reference.log, critic.log                      the same, where the objective has them
-    learner.1.log, ...                             of further processes that share such a model (`rl.group`)
+    learner.1.log, ...                             of further processes that share such a model (`rl.actor_group`)
     rewards.log            what verifiers print, where they run in processes (`rl.rewards.pool`)
     checkpoints/           step_000012/, ... (`rl.checkpoint`)
     report.html            (`rl.records.report`)

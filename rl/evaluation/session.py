@@ -13,6 +13,7 @@ from rich.console import Console
 
 from kernels.precision_map import PrecisionMap
 from kernels.report import EngineReport
+from rl.actor_group import ActorGroup, start_group, wait_until_ready
 from rl.actors import SamplerActor
 from rl.cluster import Remote, local_cluster
 from rl.compose import to_yaml
@@ -31,7 +32,6 @@ from rl.evaluation.runner import pool_for, run_exam
 from rl.evaluation.samples import SampleFile
 from rl.evaluation.summary import Bootstrap, summarise
 from rl.evaluation.view import progress, results_table
-from rl.group import Group, start_group, wait_until_ready
 from rl.records.logger import RunLogger
 from rl.records.provenance import record_engines, record_launch
 from rl.run_folder import RunFolder, RunFolderError, write_atomically
@@ -176,7 +176,7 @@ class _Engine:
     ):
         self._plan, self._spec, self._folder, self._console = plan, spec, folder, console
         self._reports = reports
-        self._remote: Remote | Group | None = None
+        self._remote: Remote | ActorGroup | None = None
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
@@ -201,7 +201,7 @@ class _Engine:
             self._remote = self._start()
         return self._remote.generate(prompts, seeds, sampling)
 
-    def _start(self) -> Remote | Group:
+    def _start(self) -> Remote | ActorGroup:
         plan = self._plan
         self._console.print(f"starting vLLM under {self._spec}")
         self._stack.enter_context(local_cluster(plan.config.object_store_mib))

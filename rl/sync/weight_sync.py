@@ -11,10 +11,10 @@ from typing import Any
 
 from kernels.precision_map import PrecisionMap
 from kernels.report import EngineReport
+from rl.actor_group import ActorGroup, members_of
 from rl.cluster import Remote, as_done, wait
 from rl.config.cluster import SyncConfig
 from rl.deaths import ActorDied
-from rl.group import Group, members_of
 from rl.sync.protocol import Announcement, attest
 from rl.sync.receiver import Installed
 from rl.sync.sender import Sent
@@ -48,8 +48,8 @@ class WeightSync:
 
     def __init__(
         self,
-        learner: Remote | Group,
-        samplers: Sequence[Remote | Group],
+        learner: Remote | ActorGroup,
+        samplers: Sequence[Remote | ActorGroup],
         precision_map: PrecisionMap,
         config: SyncConfig,
     ) -> None:
@@ -102,13 +102,13 @@ class WeightSync:
         """The samplers that died and were not replaced, by their numbers."""
         return dict(self._lost)
 
-    def take(self, index: int, sampler: Remote | Group) -> None:
+    def take(self, index: int, sampler: Remote | ActorGroup) -> None:
         """From now on `sampler` is number `index`; the next sync sends it whole tensors."""
         self._samplers[index] = members_of(sampler)
         self._lost.pop(index, None)
         self._linked = None
 
-    def rejoin(self, index: int, sampler: Remote | Group) -> None:
+    def rejoin(self, index: int, sampler: Remote | ActorGroup) -> None:
         """`take`, and bring it to the version that was sent last, not a later one.
 
         Raises ProtocolError when nothing was sent, or no copy of it kept, and SamplerLost when a sampler dies; else as

@@ -17,9 +17,9 @@ from transformers import Qwen3MoeForCausalLM
 from kernels.catalogue import named_spec
 from kernels.precision_map import PrecisionMap
 from learner.config import LearnerConfig
+from rl.actor_group import Group, start_group, wait_until_ready
 from rl.cluster import Remote, local_cluster, wait
 from rl.config.cluster import SyncConfig
-from rl.group import Group, start_group, wait_until_ready
 from rl.placement import Place
 from rl.sync.weight_sync import WeightSync
 from sampler.config import SamplingConfig

@@ -13,11 +13,11 @@ from kernels.catalogue import named_spec
 from kernels.precision_map import PrecisionMap
 from learner.config import LearnerConfig
 from learner.policy import Policy
+from rl.actor_group import ActorGroup, members_of, start_group, wait_until_ready
 from rl.actors import LearnerActor
 from rl.cluster import Remote, local_cluster, wait
 from rl.config.cluster import SyncConfig
 from rl.fleet import Fleet
-from rl.group import Group, members_of, start_group, wait_until_ready
 from rl.sync.protocol import AttestationError
 from rl.sync.weight_sync import WeightSync
 from sampler.config import SamplingConfig
@@ -39,13 +39,13 @@ MEDIAN, LARGEST = 2e-6, 5e-3
 class World:
     """one, two: samplers of as many processes. start: begins to start one of so many. policy: the learner's, here."""
 
-    one: Remote | Group
+    one: Remote | ActorGroup
     two: Group
-    start: Callable[[int], Remote | Group]
+    start: Callable[[int], Remote | ActorGroup]
     policy: Policy
     random: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(1))
 
-    def sync(self, sampler: Remote | Group, **config: Any) -> WeightSync:
+    def sync(self, sampler: Remote | ActorGroup, **config: Any) -> WeightSync:
         learner = LearnerActor.__new__(LearnerActor)
         learner.policy = self.policy
         for member in members_of(sampler):
@@ -68,7 +68,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     place = tmp_path_factory.mktemp("ranks")
     build("qwen3_moe", 0).save_pretrained(place / "model")
 
-    def start(processes: int) -> Remote | Group:
+    def start(processes: int) -> Remote | ActorGroup:
         config = tiny_config(tensor_parallel=processes)
         return start_group(OpenSampler, f"of_{processes}", config, place, place / "model", MAP, config)
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from kernels.experts import OPERANDS, StoredLayout, derived_name, expert_layout, wire_name
 from kernels.reference import prepare
 from kernels.shard import Shard
+from rl.actor_group import Group
 from rl.config.cluster import SyncConfig
-from rl.group import Group
 from rl.sync.protocol import AttestationError
 from rl.sync.receiver import Receiver
 from rl.sync.weight_sync import WeightSync

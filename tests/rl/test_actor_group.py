@@ -15,9 +15,9 @@ from learner.batch import TrainBatch
 from learner.config import LearnerConfig, ObjectiveConfig
 from learner.initialize import initialize
 from learner.policy import Policy
+from rl.actor_group import ActorGroup, largest, start_group
 from rl.cluster import local_cluster, start_actor, stop_actor
 from rl.config.cluster import SyncConfig
-from rl.group import Group, largest, start_group
 from rl.rollout import Sequences
 from rl.sync.weight_sync import WeightSync
 from tests.rl.group_actors import Measured, OpenLearner, PlainSampler
@@ -72,7 +72,7 @@ def batch(of: Sequences) -> TrainBatch:
 def test_it_works_as_one_learner(folder: Path, tmp_path: Path) -> None:
     config, objective, given = LearnerConfig(lr=1e-3, **LAYOUT), ObjectiveConfig(), sequences()
     group = start_group(OpenLearner, "learner", config, tmp_path, folder, MAP, config, 0)
-    assert isinstance(group, Group)
+    assert isinstance(group, ActorGroup)
     alone = Policy(folder, MAP, LearnerConfig(lr=1e-3), 0)
     parts = (given.tokens, given.lengths, given.loss_mask)
     scores, expected = group.score(given, 1.0, 1.0), alone.score(*parts, 1.0)

@@ -41,7 +41,7 @@ def start_group(
     folder: Path,
     *args: Any,
     places: Sequence[Place] = (),
-) -> Remote | Group:
+) -> Remote | ActorGroup:
     """Begin to start the processes that `config` asks for; with one process, a plain actor. Logs go to `folder`.
 
     places: by rank; without any all are on this machine, and see all its GPUs. Rank 0's node is where they meet. Raises
@@ -72,12 +72,12 @@ def start_group(
                 environment=meeting | environment,
             )
         )
-    return Group(
+    return ActorGroup(
         members, frozenset(n for n in dir(actor_class) if hasattr(getattr(actor_class, n), "collective"))
     )
 
 
-class Group:
+class ActorGroup:
     """members: the actors, by rank; collective: the methods that all must call together."""
 
     def __init__(self, members: Sequence[Remote], collective: frozenset[str]) -> None:
@@ -119,27 +119,27 @@ class Group:
         return call
 
     def __reduce__(self) -> Any:
-        return (Group, (self.members, self.collective))
+        return (ActorGroup, (self.members, self.collective))
 
 
-def members_of(engine: Remote | Group) -> list[Remote]:
+def members_of(engine: Remote | ActorGroup) -> list[Remote]:
     """Its processes, by rank."""
-    return engine.members if isinstance(engine, Group) else [engine]
+    return engine.members if isinstance(engine, ActorGroup) else [engine]
 
 
-def largest(engines: Sequence[Remote | Group], measure: str) -> float:
+def largest(engines: Sequence[Remote | ActorGroup], measure: str) -> float:
     """What the method `measure` gives, of all processes of all `engines`."""
     members = [member for engine in engines for member in members_of(engine)]
     return max(wait([getattr(member.later, measure)() for member in members]))
 
 
-def wait_until_ready(engines: Sequence[Remote | Group]) -> None:
+def wait_until_ready(engines: Sequence[Remote | ActorGroup]) -> None:
     """Until every process of all engines is there; the first that fails ends the waiting."""
     _answer([member.later.ready() for engine in engines for member in members_of(engine)], [])
 
 
 class _Later:
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: ActorGroup) -> None:
         self._group = group
 
     def __getattr__(self, method: str) -> Callable[..., Any]:
