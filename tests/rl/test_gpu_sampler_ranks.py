@@ -17,7 +17,7 @@ from transformers import Qwen3MoeForCausalLM
 from kernels.catalogue import named_spec
 from kernels.precision_map import PrecisionMap
 from learner.config import LearnerConfig
-from rl.actor_group import Group, start_group, wait_until_ready
+from rl.actor_group import ActorGroup, start_group, wait_until_ready
 from rl.cluster import Remote, local_cluster, wait
 from rl.config.cluster import SyncConfig
 from rl.placement import Place
@@ -43,7 +43,7 @@ class World:
     """one, two: samplers of as many processes."""
 
     one: Remote
-    two: Group
+    two: ActorGroup
     learner: Remote
 
     def of_both(self, method: str, *args: Any) -> list[Any]:

@@ -40,7 +40,7 @@ class World:
     """one, two: samplers of as many processes. start: begins to start one of so many. policy: the learner's, here."""
 
     one: Remote | ActorGroup
-    two: Group
+    two: ActorGroup
     start: Callable[[int], Remote | ActorGroup]
     policy: Policy
     random: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(1))
@@ -76,7 +76,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
         one, two = start(1), start(2)
         policy = Policy(place / "model", MAP, LearnerConfig(), 0)
         wait_until_ready([one, two])
-        assert isinstance(two, Group)
+        assert isinstance(two, ActorGroup)
         yield World(one, two, start, policy)
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kernels.experts import OPERANDS, StoredLayout, derived_name, expert_layout, wire_name
 from kernels.reference import prepare
 from kernels.shard import Shard
-from rl.actor_group import Group
+from rl.actor_group import ActorGroup
 from rl.config.cluster import SyncConfig
 from rl.sync.protocol import AttestationError
 from rl.sync.receiver import Receiver
@@ -59,21 +59,21 @@ class PartOfModel(Model):
         )
 
 
-def of_two_ranks(columns: bool = False) -> Group:
+def of_two_ranks(columns: bool = False) -> ActorGroup:
     members = []
     for rank in range(2):
         actor = sampler_actor(50)
         actor.receiver = Receiver(PartOfModel(rank, columns))
         members.append(Local(actor))
-    return Group(members, frozenset())  # type: ignore[arg-type]
+    return ActorGroup(members, frozenset())  # type: ignore[arg-type]
 
 
-def holders(sampler: Group) -> Iterator[PartOfModel]:
+def holders(sampler: ActorGroup) -> Iterator[PartOfModel]:
     for member in sampler.members:
         yield member.actor.receiver.holder  # type: ignore[attr-defined]
 
 
-def start(learner: Learner, *samplers: Group, codec: str) -> WeightSync:
+def start(learner: Learner, *samplers: ActorGroup, codec: str) -> WeightSync:
     return WeightSync(Local(learner_actor(learner)), samplers, MAP, SyncConfig(codec=codec, bucket_mib=1))  # type: ignore[arg-type]
 
 
