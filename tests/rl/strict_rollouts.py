@@ -19,10 +19,10 @@ from sampler.engine import Sampler
 
 OTHER = {"model.rotary": "bf16"}
 LAYERS, VOCAB, TEMPERATURE = 2, 61, 0.8
-MAX_LEN, TOKENS, PROMPTS = 192, 128, 32
+MAX_LEN, TOKENS, PROMPTS = 128, 48, 32
 ONE_TOKEN = LAYERS * 2 * 2 * 32 * 4  # bytes of its keys and values
 # What differs from a batch of 32 sequences in a cache of room, and how many of the prompts are answered. One by one,
-# every token costs a pass of its own: a model of one layer answers all prompts in that way (ONE_LAYER).
+# every token costs a pass of its own: a model of one layer answers ALONE prompts in that way (ONE_LAYER).
 WAYS: dict[str, tuple[dict[str, Any], int]] = {
     "32 together": ({}, PROMPTS),
     "prompts cut, no prefix cache": (
@@ -35,12 +35,13 @@ WAYS: dict[str, tuple[dict[str, Any], int]] = {
             "chunked_prefill": True,
             "max_num_batched_tokens": 24,
             "threads": 2,
-            "kv_cache_gib": 30 * 32 * ONE_TOKEN / 2**30,
+            "kv_cache_gib": 12 * 32 * ONE_TOKEN / 2**30,
         },
         PROMPTS,
     ),
     "alone": ({"max_num_seqs": 1}, 1),
 }
+ALONE = 10
 ONE_LAYER: dict[str, Any] = {"max_num_seqs": 1, "prefix_caching": False}
 CONFIG = SamplerConfig(
     max_model_len=MAX_LEN, max_num_seqs=32, max_num_batched_tokens=512, kv_cache_gib=1 / 32, threads=1
@@ -115,7 +116,7 @@ def main(folder: str, device: str) -> None:
     sampler = Sampler(place / "one_layer", one_layer, replace(config, **ONE_LAYER))
     alive.append(sampler)
     with watched(sampler) as saved["seen", "one_layer"]:
-        saved["one_layer"] = answer(sampler, PROMPTS)
+        saved["one_layer"] = answer(sampler, ALONE)
     torch.save(saved, place / f"saved_{device}.pt")
 
 

@@ -21,7 +21,7 @@ from learner.initialize import initialize
 from learner.packing import Packing
 from learner.policy import Policy
 from tests.rl import strict_rollouts
-from tests.rl.strict_rollouts import LAYERS, OTHER, PROMPTS, TEMPERATURE, TOKENS, VOCAB, WAYS, Row
+from tests.rl.strict_rollouts import ALONE, LAYERS, OTHER, PROMPTS, TEMPERATURE, TOKENS, VOCAB, WAYS, Row
 
 pytestmark = pytest.mark.slow
 
@@ -144,11 +144,11 @@ def test_the_gap_is_zero_however_the_learner_cuts_its_batch(
 def test_the_gap_is_zero_where_every_response_is_decoded_alone(
     place: Path, saved: Saved, device: str
 ) -> None:
-    """All prompts, one after the other, none of them cut and none in a cache."""
+    """One prompt after the other, none of them cut and none in a cache."""
     rows = saved["one_layer"]
     found = gap(learner(place, "one_layer", device=device), rows)
-    assert len(found) == PROMPTS * TOKENS and found.max() == 0.0
-    assert len({tuple(response) for _, response, _ in rows}) == PROMPTS
+    assert len(found) == ALONE * TOKENS and found.max() == 0.0
+    assert len({tuple(response) for _, response, _ in rows}) == ALONE
     assert saved["seen", "one_layer"] == {"preemptions": 0, "cache hits": 0}
 
 
