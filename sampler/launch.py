@@ -73,8 +73,8 @@ def start_vllm(model_dir: Path, precision_map: PrecisionMap | None, config: Samp
 
 
 def _load() -> None:
-    """Import vLLM. It makes hundreds of thousands of objects that stay: Python's search for cyclic garbage would go through them again
-    and again while it is imported, and five times more as an engine starts, as vLLM asks for that.
+    """Import vLLM. It makes hundreds of thousands of objects that stay: Python's search for cyclic garbage would go
+    through them again and again while it is imported, and five times more as an engine starts, as vLLM asks for that.
     """
     if "vllm" in sys.modules:
         return
