@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from kernels.precision_map import PrecisionMap
 from kernels.report import EngineReport
 from rl.cluster import LOG_VARIABLE
-from rl.process import device_name, own_host, peak_gpu_mib, peak_memory_mib
+from rl.process import device_name, loading, own_host, peak_gpu_mib, peak_memory_mib
 
 if TYPE_CHECKING:
     import torch
@@ -88,7 +88,8 @@ class LearnerActor(RankActor):
 
     def __init__(self, model_dir: Path, precision_map: PrecisionMap, config: LearnerConfig, seed: int):
         super().__init__()
-        from learner.policy import Policy
+        with loading():
+            from learner.policy import Policy
 
         self.policy = Policy(model_dir, precision_map, config, seed)
 
@@ -255,7 +256,8 @@ class CriticActor(RankActor):
         seed: int,
     ):
         super().__init__()
-        from learner.critic import Critic
+        with loading():
+            from learner.critic import Critic
 
         self.critic = Critic(model_dir, precision_map, config, critic, seed)
 

@@ -22,8 +22,13 @@ from rl.placement import HERE, HOST, Node, Place
 Key = TypeVar("Key")
 LOG_VARIABLE = "MINITE_ACTOR_LOG"  # where an actor's output goes
 
-# Without this Ray replaces 127.0.0.1 by the machine's outward address and listens there.
-_LOOPBACK_ENVIRONMENT = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+_LOCAL_ENVIRONMENT = {
+    # Without this Ray replaces 127.0.0.1 by the machine's outward address and listens there.
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+    # A worker that Ray starts ahead has not the environment that any of our actors asks for.
+    "RAY_prestart_worker_first_driver": "0",
+    "RAY_enable_worker_prestart": "0",
+}
 _RAY_ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
@@ -50,7 +55,7 @@ def local_cluster(object_store_mib: int) -> Iterator[None]:
 
     Raises ClusterError when it does not start.
     """
-    os.environ.update(_RAY_ENVIRONMENT | _LOOPBACK_ENVIRONMENT)
+    os.environ.update(_RAY_ENVIRONMENT | _LOCAL_ENVIRONMENT)
     import ray
 
     _keep_deaths_off_the_terminal()
@@ -98,7 +103,7 @@ def _start_ray(object_store_mib: int) -> None:
     try:
         ray.init(
             address="local",
-            num_cpus=1,  # also the idle workers that Ray starts ahead; actors ask for none
+            num_cpus=1,  # actors ask for none
             include_dashboard=False,
             _node_ip_address=HOST,
             object_store_memory=object_store_mib * 2**20,

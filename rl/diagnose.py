@@ -10,6 +10,7 @@ from functools import partial
 from rl.command import override_parser, run_command
 from rl.compose import load_extended
 from rl.diagnosis.config import ENGINES, STUDIES, DiagnoseConfig
+from rl.process import loading
 
 _REPORT_EVERY = 300.0  # seconds, at least, between reports of what is done so far: each takes some itself
 
@@ -42,13 +43,14 @@ def run(config: DiagnoseConfig) -> list[str]:
     from rl.quiet import silence_libraries
 
     silence_libraries()
-    from rl.diagnosis.gate import exceeded
-    from rl.diagnosis.plan import make_plan
-    from rl.diagnosis.report import write_results
-    from rl.diagnosis.session import diagnose
-    from rl.diagnosis.summary import summarise
-    from rl.diagnosis.view import print_summary
-    from rl.evaluation.view import open_console
+    with loading():
+        from rl.diagnosis.gate import exceeded
+        from rl.diagnosis.plan import make_plan
+        from rl.diagnosis.report import write_results
+        from rl.diagnosis.session import diagnose
+        from rl.diagnosis.summary import summarise
+        from rl.diagnosis.view import print_summary
+        from rl.evaluation.view import open_console
 
     console = open_console()
     reported = time.monotonic()

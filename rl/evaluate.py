@@ -10,6 +10,7 @@ from rl.command import override_parser, run_command
 from rl.compose import compose_defaults
 from rl.evaluation.benchmarks import BENCHMARKS, SPECS
 from rl.evaluation.config import EvaluateConfig
+from rl.process import loading
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -32,8 +33,9 @@ def run(config: EvaluateConfig) -> None:
     from rl.quiet import silence_libraries
 
     silence_libraries()
-    from rl.evaluation.session import evaluate, make_plan
-    from rl.evaluation.view import open_console
+    with loading():
+        from rl.evaluation.session import evaluate, make_plan
+        from rl.evaluation.view import open_console
 
     print(f"results: {evaluate(make_plan(config), open_console())}")
 

@@ -20,9 +20,8 @@ from typing import Any
 from rl.config import Config
 from rl.config.cluster import ClusterConfig
 from rl.errors import ClusterError, ConfigError, NodeLost, UserError
-from rl.placement import HOST, VISIBLE, Node
+from rl.placement import HOST, VISIBLE, Node, gpus_needed
 from rl.records.provenance import package_versions, source_digest
-from rl.validate import gpus_needed
 
 _ANSWER_S = 5.0  # for a node to take a connection
 

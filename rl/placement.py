@@ -81,6 +81,14 @@ class Spread:
         return sorted({node for node, _ in ranks})
 
 
+def gpus_needed(config: Config) -> int:
+    """By the engines of a run on GPUs; 0 for one on CPUs."""
+    if not config.cluster.gpus:
+        return 0
+    learning, sampling = config.learner.processes, config.run.samplers * config.sampler.tensor_parallel
+    return learning + sampling if config.cluster.placement == "separate" else max(learning, sampling)
+
+
 def spread(nodes: int, gpus: int, learner: int, samplers: int, each: int, *, separate: bool) -> Spread:
     """gpus: of a node, 0 for nodes of CPUs; learner: its ranks; each: ranks of a sampler. Slots are given out whether
     the nodes have them or not; see `spread_problems`.

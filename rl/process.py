@@ -1,8 +1,12 @@
-"""What a process says of itself: where it listens, its device, the memory that it takes."""
+"""What a process says of itself: where it listens, its device, the memory that it takes. How it loads libraries."""
 
 from __future__ import annotations
 
+import gc
 import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from rl.placement import HOST, HOST_VARIABLE
@@ -39,3 +43,18 @@ def peak_gpu_mib() -> float:
     peak = torch.cuda.max_memory_allocated() / 2**20
     torch.cuda.reset_peak_memory_stats()
     return peak
+
+
+@contextmanager
+def loading() -> Iterator[None]:
+    """Inside, large libraries are imported. They make hundreds of thousands of objects that stay: Python's search for
+    cyclic garbage would go through them again and again, inside and later, a fifth of the time that an import takes.
+    """
+    before = len(sys.modules)
+    gc.disable()
+    try:
+        yield
+    finally:
+        if len(sys.modules) > before:
+            gc.freeze()
+        gc.enable()

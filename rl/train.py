@@ -10,6 +10,7 @@ from rl.command import override_parser, run_command
 from rl.compose import differing_keys, from_yaml, load_config, recipes
 from rl.config import Config
 from rl.errors import ConfigError
+from rl.process import loading
 from rl.run_folder import RunFolder
 
 _MAY_CHANGE = (
@@ -58,9 +59,10 @@ def run(config: Config) -> None:
     from rl.quiet import silence_libraries
 
     silence_libraries()
-    from rl.job import open_job
-    from rl.loop import train
-    from rl.plan import make_plan
+    with loading():
+        from rl.job import open_job
+        from rl.loop import train
+        from rl.plan import make_plan
 
     with open_job(make_plan(config)) as job:
         train(job)

@@ -16,7 +16,7 @@ from learner.layout import Layout
 from rl.config import Config
 from rl.config.model import SpecConfig
 from rl.errors import ConfigError
-from rl.placement import spread_problems
+from rl.placement import gpus_needed, spread_problems
 from sampler.model_check import rank_problems, spec_problems
 
 
@@ -79,14 +79,6 @@ def check_placement(config: Config) -> None:
             problems.append(f"{key}.device={device}: no GPU can be seen")
     if problems:
         raise ConfigError("; ".join(problems))
-
-
-def gpus_needed(config: Config) -> int:
-    """By the engines of a run on GPUs; 0 for one on CPUs."""
-    if not config.cluster.gpus:
-        return 0
-    learning, sampling = config.learner.processes, config.run.samplers * config.sampler.tensor_parallel
-    return learning + sampling if config.cluster.placement == "separate" else max(learning, sampling)
 
 
 def transport_problems(config: Config) -> Iterator[str]:

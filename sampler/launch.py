@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +34,7 @@ def start_vllm(model_dir: Path, precision_map: PrecisionMap | None, config: Samp
     gpu = config.device == "cuda"
     strict = precision_map is not None and precision_map.model is not None
     with vllm_environment(config):
+        _load()
         from vllm import LLM
         from vllm.platforms import current_platform
 
@@ -67,6 +70,20 @@ def start_vllm(model_dir: Path, precision_map: PrecisionMap | None, config: Samp
         if config.tensor_parallel > 1:
             _close_broadcaster()
         return engine
+
+
+def _load() -> None:
+    """Import vLLM. It makes hundreds of thousands of objects that stay: Python's search for cyclic garbage would go
+    through them again and again while it is imported, and five times more as an engine starts, as vLLM asks for that.
+    """
+    if "vllm" in sys.modules:
+        return
+    gc.disable()
+    try:
+        from vllm import LLM  # noqa: F401
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def _speak_by_sockets() -> None:

@@ -16,8 +16,12 @@ if not torch.cuda.is_available():
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Processes that share the suite should end together: files with slow tests come first, then those of the sampler,
-    which start engines. What is left is many small files.
+    """Processes that share the suite should end together: files with slow tests come first, of those the ones of `rl`,
+    which start whole runs, and after them the files of the sampler, which start engines. What is left is many small
+    files.
     """
     slow = {item.path for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: (item.path not in slow, item.path.parent.name != "sampler"))
+    runs = {path for path in slow if path.parent.name == "rl"}
+    items.sort(
+        key=lambda item: (item.path not in runs, item.path not in slow, item.path.parent.name != "sampler")
+    )

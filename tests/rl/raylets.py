@@ -35,6 +35,8 @@ class Raylets:
             "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_worker_niceness": "0",
             "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "1",  # a Ray of one machine, in this process, has set it to 0
+            "RAY_prestart_worker_first_driver": "0",
+            "RAY_enable_worker_prestart": "0",
             # A death is noticed in a second or two, instead of fifteen.
             "RAY_health_check_period_ms": "500",
             "RAY_health_check_failure_threshold": "3",

@@ -418,10 +418,8 @@ def test_a_dense_model_by_its_log_probabilities_alone(place: Path, capsys: pytes
     places = [f"model.path={place / 'dense'}", "engines=[hf,vllm]", "sequences=null", "conditions=[bf16]"]
     sizes = ["sampler.max_num_seqs=8", "sampler.max_num_batched_tokens=256", "sampler.threads=1", "prompts=2"]
     studies = ["study=[frozen,boundaries]", "run.name=dense", "gate.max=1e-4"]
-    command = [sys.executable, "-m", "rl.diagnose", *keys(place, *places, *sizes, *studies)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=500)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "Left out, as they are about experts: boundaries" in done.stdout
+    assert main(keys(place, *places, *sizes, *studies)) == 0
+    assert "Left out, as they are about experts: boundaries" in capsys.readouterr().out
     [folder] = (place / "outputs" / "diagnose").glob("dense-*")
     results = json.loads((folder / "results.json").read_text())
     [gap] = results["gaps"]

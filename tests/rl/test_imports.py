@@ -22,3 +22,9 @@ def test_drivers_load_no_engine() -> None:
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"
+
+
+def test_what_a_node_runs_to_say_what_it_is_loads_no_torch() -> None:
+    code = "import rl.nodes, sys; print([name for name in ('torch', 'transformers') if name in sys.modules])"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"

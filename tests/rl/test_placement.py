@@ -12,8 +12,18 @@ from hypothesis import strategies as st
 from rl.compose import load_config
 from rl.errors import ConfigError
 from rl.nodes import local_node
-from rl.placement import HOST, VISIBLE, Node, Place, learner_places, sampler_places, spread, spread_problems
-from rl.validate import check_placement, gpus_needed
+from rl.placement import (
+    HOST,
+    VISIBLE,
+    Node,
+    Place,
+    gpus_needed,
+    learner_places,
+    sampler_places,
+    spread,
+    spread_problems,
+)
+from rl.validate import check_placement
 
 SEPARATE = ["+recipe=h200_smollm2", "cluster.placement=separate", "sync.transport=process_group"]
 COLOCATED = ["+recipe=minite"]

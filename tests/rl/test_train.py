@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import re
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 
 import pytest
@@ -38,8 +40,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def uninterrupted(place: Path) -> Path:
-    output = finish(start(place, WARM, "run.name=uninterrupted"), place)
-    assert f"report: {run_folder(place, 'uninterrupted')}/report.html" in output
+    with redirect_stdout(StringIO()) as output:
+        assert main(arguments(place, WARM, "run.name=uninterrupted")) == 0
+    assert f"report: {run_folder(place, 'uninterrupted')}/report.html" in output.getvalue()
     return run_folder(place, "uninterrupted")
 
 

@@ -4,29 +4,26 @@ parts.
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 
 from rl.records.history import read_history
-from tests.rl.smallest_job import (
-    ITERATIONS,
-    assert_equal_runs,
-    finish,
-    kill_when,
-    recorded,
-    run_folder,
-    start,
-)
+from rl.train import main
+from tests.rl.smallest_job import ITERATIONS, arguments, assert_equal_runs, run_folder
 
 pytestmark = pytest.mark.slow
 
 
-def test_critic_reference_and_rollouts_drawn_ahead_outlive_a_kill(tmp_path: Path):
+def test_critic_reference_and_rollouts_drawn_ahead_are_gone_on_with(tmp_path: Path):
     """PPO with both, one step off, the sampler's experts replayed, responses in two parts; in the first iteration the
     critic learns alone.
     """
-    settings = (
+    settings = arguments(
+        tmp_path,
+        "run.name=ahead",
+        "run.keep_checkpoints=4",
         "model.warm_start.steps=0",
         "reward.function=tests.rl.custom_rewards:even_length",
         "algorithm=ppo",
@@ -37,7 +34,7 @@ def test_critic_reference_and_rollouts_drawn_ahead_outlive_a_kill(tmp_path: Path
         "algorithm.prompts_per_round=12",
         "algorithm.max_staleness=4",
     )
-    finish(start(tmp_path, "run.name=ahead", *settings), tmp_path)
+    assert main(settings) == 0
     whole = run_folder(tmp_path, "ahead")
     history = read_history(whole / "metrics.jsonl")
     iterations = [history[step] for step in range(1, ITERATIONS + 1)]
@@ -57,8 +54,10 @@ def test_critic_reference_and_rollouts_drawn_ahead_outlive_a_kill(tmp_path: Path
     assert history[4]["reward/kl_penalty"] != 0
     assert all(history[4][f"memory/{name}"] > 0 for name in ("critic", "reference"))
 
-    process = start(tmp_path, "run.name=ahead_killed", *settings)
-    kill_when(tmp_path, process, lambda: recorded(tmp_path, "ahead_killed") >= 2)
-    folder = run_folder(tmp_path, "ahead_killed")
-    finish(start(tmp_path, f"run.resume={folder}", "run.name=ahead_killed", *settings), tmp_path)
+    # As a run was left that was stopped after its second checkpoint
+    folder = tmp_path / "stopped"
+    shutil.copytree(whole, folder, symlinks=True)
+    for step in (3, 4):
+        shutil.rmtree(folder / f"checkpoints/step_{step:06d}")
+    assert main([*settings, f"run.resume={folder}"]) == 0
     assert_equal_runs(folder, whole, ("learner", "critic"))
