@@ -119,7 +119,7 @@ def test_the_death_of_one_rank_is_that_of_its_sampler(stage: str) -> None:
     samplers[0].members[1].dies_in = stage  # type: ignore[attr-defined]
     learner.step()
     sync.sync(2)
-    assert sync.lost() == [0]
+    assert list(sync.lost()) == [0]
     assert all(holder.holds(wanted(learner)) for holder in holders(samplers[1]))
     again = of_two_ranks()
     sync.rejoin(0, again)
