@@ -1,4 +1,7 @@
-"""Batches of sequences, and the one rule by which they are cut into micro-batches."""
+"""Batches of sequences, what a learner says of them, and the one rule by which they are cut into micro-batches.
+
+Free of Megatron: who only calls a learner in another process takes these from here.
+"""
 
 from __future__ import annotations
 
@@ -93,6 +96,22 @@ class TrainBatch:
     def _tensors(self) -> dict[str, torch.Tensor]:
         parts = {field.name: getattr(self, field.name) for field in fields(self)}
         return {name: tensor for name, tensor in parts.items() if tensor is not None}
+
+
+@dataclass(frozen=True, eq=False)
+class Scores:
+    """[B, S] on the CPU; position t belongs to token t; zero, or False, where the loss mask is False.
+
+    logp: float32, natural logarithm. entropy: float32, in nats, of the distribution from which token t was drawn.
+    outside_nucleus: bool, whether the learner would not have drawn token t under top-p (see `learner.logprobs`).
+    routes: int16 [B, S, layers, k], the experts that the routers themselves chose, whatever was replayed, if they were
+        asked for; NO_ROUTE in padding.
+    """
+
+    logp: torch.Tensor
+    entropy: torch.Tensor
+    outside_nucleus: torch.Tensor
+    routes: torch.Tensor | None = None
 
 
 def moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from kernels.report import EngineReport, names
 from kernels.routing import NO_ROUTE
 from kernels.spec import ExecutionSpec
 from learner import convert
-from learner.batch import Totals, TrainBatch
+from learner.batch import Scores, Totals, TrainBatch
 from learner.config import ObjectiveConfig
 from learner.folders import carry_from, write_model
 from learner.logprobs import TokenScores, token_scores
@@ -25,22 +24,6 @@ from learner.moe import Experts
 from learner.objective import negative_log_likelihood, policy_loss
 from learner.replay import check_routes, own_routes, take_load
 from learner.trainable import Part, Trainable, check_precision_map
-
-
-@dataclass(frozen=True, eq=False)
-class Scores:
-    """[B, S] on the CPU; position t belongs to token t; zero, or False, where the loss mask is False.
-
-    logp: float32, natural logarithm. entropy: float32, in nats, of the distribution from which token t was drawn.
-    outside_nucleus: bool, whether the learner would not have drawn token t under top-p (see `learner.logprobs`).
-    routes: int16 [B, S, layers, k], the experts that the routers themselves chose, whatever was replayed, if they were
-        asked for; NO_ROUTE in padding.
-    """
-
-    logp: torch.Tensor
-    entropy: torch.Tensor
-    outside_nucleus: torch.Tensor
-    routes: torch.Tensor | None = None
 
 
 class Policy(Trainable):

@@ -18,9 +18,8 @@ if TYPE_CHECKING:
 
     from kernels.experts import StoredLayout
     from kernels.shard import Shards
-    from learner.batch import TrainBatch
+    from learner.batch import Scores, TrainBatch
     from learner.config import CriticConfig, LearnerConfig, ObjectiveConfig
-    from learner.policy import Scores
     from rl.actor_group import ActorGroup
     from rl.cluster import Remote
     from rl.config.cluster import SyncConfig

@@ -17,8 +17,8 @@ import torch
 from kernels.routing import NO_ROUTE
 
 if TYPE_CHECKING:
+    from learner.batch import Scores
     from learner.config import ObjectiveConfig
-    from learner.policy import Scores
     from rl.rollout import Sequences
 
 QUANTILES = {"gap/p50": 0.5, "gap/p90": 0.9, "gap/p99": 0.99, "gap/p999": 0.999}

@@ -23,7 +23,7 @@ from rl.stages import Stages
 from rl.training_batch import mini_batches, training_batch
 
 if TYPE_CHECKING:
-    from learner.policy import Scores
+    from learner.batch import Scores
 
 Metrics = dict[str, float]
 

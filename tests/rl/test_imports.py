@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import pickle
 import subprocess
 import sys
+
+import torch
+
+from learner.batch import Scores
 
 DRIVERS = [
     "rl.job",
@@ -22,6 +27,14 @@ def test_drivers_load_no_engine() -> None:
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"
+
+
+def test_what_a_learner_answers_is_read_without_megatron() -> None:
+    zero = torch.zeros(1, 1)
+    answer = pickle.dumps(Scores(zero, zero, zero > 0))
+    code = "import pickle, sys; pickle.load(sys.stdin.buffer); print('megatron' in sys.modules)"
+    result = subprocess.run([sys.executable, "-c", code], input=answer, capture_output=True, check=True)
+    assert result.stdout.strip() == b"False"
 
 
 def test_what_a_node_runs_to_say_what_it_is_loads_no_torch() -> None:
