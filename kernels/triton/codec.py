@@ -48,8 +48,9 @@ def wait_for_kernel_before():
 
 @triton.jit
 def let_next_kernel_start():
-    """Ahead of `wait_for_kernel_before`: the next kernel may then start while the one before this one still runs. Ahead
-    of its own wait it must read nothing that either of them makes.
+    """Ahead of `wait_for_kernel_before` or `wait_until`: the next kernel may then start while this one still waits, and
+    while those that it waits for are at work. Ahead of its own wait it must read nothing that any of these makes, and
+    write nothing that they read.
     """
     if COMPILED:
         tl.extra.cuda.gdc_launch_dependents()
@@ -60,9 +61,10 @@ def wait_until(counter, least):
     """Waits until the int32 at each `counter` is `least` or more, where programs of a kernel before this one count with
     `report_finished`; what they stored before they did can then be read. All of those programs must have started:
     that is so for kernels that were let start by `let_next_kernel_start` or `wait_for_kernel_before` in each of them.
+    Counters serve once: a kernel that is complete before any of those starts must have set them to zero.
     """
     if COMPILED:
-        tl.inline_asm_elementwise(_WAIT_UNTIL, "=r,l,r", [counter.to(tl.int64), least], tl.int32, False, 1)
+        tl.inline_asm_elementwise(_WAIT_UNTIL, "=&r,l,r", [counter.to(tl.int64), least], tl.int32, False, 1)
         tl.debug_barrier()  # a thread may have waited for some of them only
 
 
@@ -77,7 +79,7 @@ def report_finished(counter, mask=None):
 @triton.jit
 def end_behind_kernel_before():
     """Last in a kernel that waits for parts of the kernel before it only: it then ends after that one, so that who
-    waits for its end can rely on both. Its last program alone waits.
+    waits for its end can rely on both. The programs with the largest first number alone wait.
     """
     if COMPILED:  # noqa: SIM102  # known when the kernel is compiled, unlike what follows
         if tl.program_id(0) == tl.num_programs(0) - 1:

@@ -35,7 +35,7 @@ def combine(
 ) -> torch.Tensor:
     """FC2's output bfloat16 [R, H] in grouped order and float32 [T, k] -> bfloat16 [T, H]; see `combine_rows`.
 
-    after, with overlap and out: int32 [tiles], where programs of FC2, N / 128 of them for a tile of rows, count what
+    after, with overlap and out: int32 [tiles], where programs of FC2, H / 128 of them for a tile of rows, count what
     they have finished: a token then waits for its own rows rather than for the end of that kernel. out: where the
     output goes; memory that no kernel of the layer reads or writes. Raises ValueError as `combine_rows`, and for
     `after` without these.

@@ -44,7 +44,8 @@ def decode_gemm(
     the operand, and this one overlap: `groups` must be complete before that one lets this one start.
 
     after: int32 [tiles], where that kernel counts the rows of each tile that it has finished: a tile then waits for its
-    own rows rather than for the end of that kernel. finished: int32 [tiles], to which each program that is done adds
+    own rows rather than for the end of that kernel; what earlier kernels read must be held until the kernel after this
+    one is launched, since they may still be at work. finished: int32 [tiles], to which each program that is done adds
     one, N / 128 for a tile in all. Raises ValueError for operands that do not fit or that are not decoded, for groups
     aligned otherwise, and for weights whose N or K is no multiple of 128.
     """

@@ -35,7 +35,7 @@ class ExpertGroups:
     ids: the integers [T, k] that were grouped, contiguous; None where groups are put together from the other tensors.
         Held, since a copy's memory could otherwise be written while the groups are made
     finished: int32 [3, R / align or some more], zeros, where programs of FC1, SwiGLU and FC2 count what they have
-        finished of each tile, for the next step of few rows; None where there are many slots
+        finished of each tile, for the next step of few rows: once, in one pass. None where there are many slots
     """
 
     row_of_slot: torch.Tensor

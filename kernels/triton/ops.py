@@ -246,7 +246,8 @@ def _few_steps(
     assert quantizer is not None
     form = {"packed": seen, "decoded": True}
     counts = (None, None) if seen else bad
-    # A step goes on with the tiles that the one before has finished, while that one still works on others.
+    # A step goes on with the tiles that the one before has finished, while that one still works on others: operand, fc1
+    # and inner are held until the last step is launched, so that nothing is allocated over what is still read.
     finished = [None] * 3 if seen or groups.finished is None else list(groups.finished)
     if isinstance(x, PackedRows):
         operand = permute_packed(x, groups, counts[0])

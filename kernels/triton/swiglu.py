@@ -97,8 +97,8 @@ def swiglu_quantize(
     before that one has ended. after, finished, with bad_counts only: int32 [R / align], where programs of FC1 count for
     each tile of rows what they have finished, so that a row waits for its own tile alone, and where rows that are
     finished here are counted. The first call on a device makes a table there, and cannot be part of a CUDA graph.
-    Raises ValueError for specs other than `minite`'s, for another shape or type, when no form is asked for, and for
-    bad_counts beside packed codes or `keep_act`.
+    Raises ValueError for specs other than `minite`'s, for another shape or type, when no form is asked for, for
+    bad_counts beside packed codes or `keep_act`, and for after or finished without bad_counts.
     """
     check_quantizer(spec, (ScaleDomain.TOKEN,))
     _check(fc1, groups)
