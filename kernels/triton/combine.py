@@ -137,13 +137,14 @@ def _combine(
     high = tl.zeros((COLUMNS,), tl.float32)
     rows = tl.tuple([])
     own_coefficients = tl.tuple([])
-    for slot in tl.static_range(TOP_K):
-        rows += (tl.load(row_of_slot + token * TOP_K + slot).to(tl.int64),)
+    for slot in tl.static_range(TOP_K):  # rows ahead of the wait, so past this processor's own cache
+        rows += (tl.load(row_of_slot + token * TOP_K + slot, cache_modifier=".cg").to(tl.int64),)
         own_coefficients += (tl.load(coefficients + token * TOP_K + slot),)
     if AFTER > 0:
         let_next_kernel_start()
         slot = tl.arange(0, triton.next_power_of_2(TOP_K))
-        row = tl.load(row_of_slot + token * TOP_K + slot, mask=slot < TOP_K, other=-1)
+        own = row_of_slot + token * TOP_K + slot
+        row = tl.load(own, mask=slot < TOP_K, other=-1, cache_modifier=".cg")
         wait_until(after + tl.maximum(row, 0) // ALIGN, tl.where(row >= 0, AFTER, 0))
     elif OVERLAP:
         wait_for_kernel_before()

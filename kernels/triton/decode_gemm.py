@@ -109,14 +109,15 @@ def decode_product(
     ROW_TILES: tl.constexpr = N // 128
     K_TILES: tl.constexpr = K // 128
     row_tile = tl.program_id(0) // ROW_TILES
-    e = tl.load(tile_expert_ptr + row_tile)
+    # Groups are read ahead of the wait, so past this processor's own cache, from where all processors see them.
+    e = tl.load(tile_expert_ptr + row_tile, cache_modifier=".cg")
     if e >= 0:
         feature_tile = tl.program_id(0) % ROW_TILES
         words_at = words_ptr + (e * ROW_TILES + feature_tile).to(tl.int64) * (K_TILES * 2048)
         scales_at = scales_ptr + (e * ROW_TILES + feature_tile).to(tl.int64) * (K_TILES * 1024)
         fetch_ahead(words_at, min(2, K_TILES))
         first = row_tile * BM
-        end = tl.load(starts_ptr + e) + tl.load(counts_ptr + e)
+        end = tl.load(starts_ptr + e, cache_modifier=".cg") + tl.load(counts_ptr + e, cache_modifier=".cg")
         columns = feature_tile * 128 + tl.arange(0, 128)
         gb = tl.load(gb_ptr + e.to(tl.int64) * N + columns)
         inside = first + tl.arange(0, BM) < end

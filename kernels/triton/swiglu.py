@@ -263,7 +263,8 @@ def _swiglu_quantize(
     first = tl.program_id(0) * ROWS
     row = (first + tl.arange(0, ROWS)).to(tl.int64)
     inside = row < count
-    other = tl.load(permutation + row, mask=inside, other=-1)
+    # Ahead of the wait, so past this processor's own cache.
+    other = tl.load(permutation + row, mask=inside, other=-1, cache_modifier=".cg")
     routed = other >= 0
     if ALIGN > 0:
         row = other.to(tl.int64)
