@@ -146,7 +146,6 @@ def _products(target: int) -> Iterator[Compilation]:
                 yield grouped(tile, False, features, width)
     if target >= 100:
         return
-    few = decode_tile(16)
     types = {
         "x_ptr": "*fp16",
         "ga_ptr": "*fp32",
@@ -160,12 +159,23 @@ def _products(target: int) -> Iterator[Compilation]:
         "after_ptr": "*i32",
         "finished_ptr": "*i32",
     }
-    options = {"num_warps": few.warps, "maxnreg": few.registers}
-    for name, features, width in (("FC1", 2 * FFN, HIDDEN), ("FC2", HIDDEN, FFN)):
-        constants = {"N": features, "K": width, "BM": 16, "STAGES": few.stages}
-        constants |= {"AFTER": name == "FC2", "REPORT": name == "FC1"}
+    for rows, name, features, width in (
+        (16, "FC1", 2 * FFN, HIDDEN),
+        (16, "FC2", HIDDEN, FFN),
+        (128, "FC1", 2 * FFN, HIDDEN),
+    ):
+        few = decode_tile(rows)
+        options = {"num_warps": few.warps, "maxnreg": few.registers}
+        constants = {"N": features, "K": width, "BM": rows, "STAGES": few.stages}
+        constants |= {"AFTER": name == "FC2", "REPORT": name == "FC1" and rows < 128}
         yield Compilation(
-            f"product of few rows, {name}", target, decode_product, types, constants, options, _WGMMA
+            f"product of few rows, {name}, by {rows}",
+            target,
+            decode_product,
+            types,
+            constants,
+            options,
+            _WGMMA,
         )
     types = {
         "d_y_desc": "tensordesc<bf16[64, 128]>",

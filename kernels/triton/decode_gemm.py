@@ -26,7 +26,7 @@ from kernels.triton.operand import GroupedOperand
 from kernels.triton.tiles import TILE, load_tile
 from kernels.triton.tuning import DecodeTile, decode_tile
 
-ROWS = (16, 32, 64)  # of a tile
+ROWS = (16, 32, 64, 128)  # of a tile
 
 
 def decode_gemm(
@@ -40,8 +40,8 @@ def decode_gemm(
     finished: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """As `kernels.triton.grouped_gemm.grouped_gemm`, bit for bit, but for few rows an expert; rows in padding are not
-    written. A tile has as many rows as `groups` are aligned to: 16, 32 or 64. The kernel before this one, which makes
-    the operand, and this one overlap: `groups` must be complete before that one lets this one start.
+    written. A tile has as many rows as `groups` are aligned to: 16, 32, 64 or 128. The kernel before this one, which
+    makes the operand, and this one overlap: `groups` must be complete before that one lets this one start.
 
     after: int32 [tiles], where that kernel counts the rows of each tile that it has finished: a tile then waits for its
     own rows rather than for the end of that kernel; what earlier kernels read must be held until the kernel after this

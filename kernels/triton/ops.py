@@ -7,7 +7,7 @@ types only; `experts_for_gradient` has its backward registered, an operator too.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import triton
@@ -170,12 +170,15 @@ def run_experts(
     are added.
     """
     slots, num_experts = topk_ids.numel(), w13.shape[0]
-    few = w13.decodes and w2.decodes and tuning.few_rows(slots, num_experts)
+    compact = w13.decoded is None or w2.decoded is None
+    few = w13.decodes and w2.decodes and tuning.few_rows(slots, num_experts, compact=compact)
+    align = tuning.rows_of_few(slots, num_experts) if few else ALIGN
     # Copies must be older than the groups: see `permute_quantize` and `combine`.
     x, topk_weights = x if isinstance(x, PackedRows) else plain(x), topk_weights.contiguous()
-    groups = group(topk_ids, num_experts, tuning.rows_of_few(slots, num_experts) if few else ALIGN)
-    if not few:
-        return combine(_steps(x, groups, w13, w2, bad)[2], groups, topk_weights, _SPEC)
+    groups = group(topk_ids, num_experts, align)
+    if align == ALIGN:
+        product = decode_gemm if few else grouped_gemm
+        return combine(_steps(x, groups, w13, w2, bad, product=product)[2], groups, topk_weights, _SPEC)
     # Not memory of the steps, some of whose programs may still be at work when others are combined.
     output = torch.empty(len(topk_ids), w2.shape[1], dtype=torch.bfloat16, device=topk_ids.device)
     fc2, after = _few_steps(x, groups, w13, w2, bad)
@@ -204,6 +207,12 @@ _Steps = tuple[
 ]  # FC1's output, FC2's input if kept, FC2's output
 
 
+class _Product(Protocol):
+    def __call__(
+        self, operand: GroupedOperand, weight: ExpertMatrix, groups: ExpertGroups, *, out: torch.Tensor
+    ) -> torch.Tensor: ...
+
+
 def _steps(
     x: torch.Tensor | PackedRows,
     groups: ExpertGroups,
@@ -211,7 +220,9 @@ def _steps(
     w2: ExpertMatrix,
     bad: torch.Tensor,
     keep_act: bool = False,
+    product: _Product = grouped_gemm,
 ) -> _Steps:
+    """For many rows an expert, which are permuted with their padding."""
     native, quantizer, seen = w13.native, _SPEC.activation, listened_to()
     assert quantizer is not None
     packed, decoded = native or seen, not native
@@ -220,12 +231,12 @@ def _steps(
     else:
         operand = permute_quantize(x, groups, quantizer, packed=packed, decoded=decoded)
     fc1 = _rows_for(groups, w13)
-    grouped_gemm(operand, w13, groups, out=fc1)
+    product(operand, w13, groups, out=fc1)
     inner, act = swiglu_quantize(
         fc1, groups, quantizer, packed=packed, decoded=decoded, keep_act=keep_act or seen
     )
     fc2 = _rows_for(groups, w2)
-    grouped_gemm(inner, w2, groups, out=fc2)
+    product(inner, w2, groups, out=fc2)
     _count_bad(operand, inner, groups, bad)
     show_operands(groups, x if isinstance(x, PackedRows) else operand, inner)
     show_rows(groups, fc1, act, fc2)

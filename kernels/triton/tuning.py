@@ -55,22 +55,28 @@ def grouped_tile(device: torch.device, rows: int, columns: int, depth: int, *, n
     return _measured.get(_key(device, rows, columns, depth, native), default) if _measured else default
 
 
-def few_rows(slots: int, num_experts: int) -> bool:
-    """Whether so many token slots are few enough for the product that reads packed weights to be the faster one."""
-    return slots <= 32 * num_experts
+def few_rows(slots: int, num_experts: int, *, compact: bool = False) -> bool:
+    """Whether so many token slots are few enough for the product that reads packed weights to be the faster one.
+    compact: the other one would have to decode all weights first.
+    """
+    return slots <= (256 if compact else 128) * num_experts
 
 
 def rows_of_few(slots: int, num_experts: int) -> int:
-    """How many rows of an expert are multiplied at a time: as many as most experts have, at least 16, the fewest that
-    the tensor core takes.
+    """How many rows of an expert are multiplied at a time: about as many as most experts have, at least 16, the fewest
+    that the tensor core takes, and at most 64 while most of their decoding is hidden.
     """
     average = slots / num_experts
-    return 16 if average <= 10 else 32 if average <= 20 else 64
+    return next((rows for most, rows in ((10, 16), (32, 32), (128, 64)) if average <= most), 128)
 
 
 def decode_tile(rows: int) -> DecodeTile:
-    """For tiles of so many rows. Of 16: so few registers that seven programs fit a processor."""
-    return DecodeTile(registers=96) if rows == 16 else DecodeTile()
+    """For tiles of so many rows. Fewer registers where one more program then fits a processor: seven of 16 rows, three
+    of 64.
+    """
+    if rows == 128:
+        return DecodeTile(stages=2)
+    return DecodeTile(registers={16: 96, 64: 168}.get(rows))
 
 
 def measure(

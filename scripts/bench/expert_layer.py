@@ -9,6 +9,9 @@ alone (quantise, permute, combine): `scripts/bench/quantize.py`.
 Loads: `balanced`, every expert the same count; `zipf`, experts drawn with weights 1/rank; `hot`, one expert that every
 token takes, the others uniform; `trace`, expert ids from a safetensors file with `topk_ids` [N, k], its rows repeated
 as needed. A balanced timing does not predict a learner's: the table says how many experts get a token.
+
+`4 bits` is our layer with weights in 4 bits alone, as a serving engine holds them; with rows few enough for the product
+that reads them there is no difference.
 """
 
 from __future__ import annotations
@@ -230,6 +233,8 @@ def layers(problem: Problem, weights: Weights, flops_s: float, repeats: int) -> 
     operations = 2 * problem.ids.numel() * hidden * two_ffn * 1.5
     ours, plain = Ours(problem, weights), Bf16(problem, weights)
     calls: dict[str, Call] = {"ours": ours.forward, "bf16": plain.forward}
+    if not tuning.few_rows(problem.ids.numel(), len(weights.w13)):
+        calls["4 bits"] = Ours(problem, weights.compact()).forward
     fused = vllm_experts(problem, weights)
     if fused is not None:
         calls["vllm"] = fused

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -54,6 +54,11 @@ class Weights:
         w13 = (torch.randn(experts, 2 * ffn, hidden, device="cuda") / hidden**0.5).bfloat16()
         w2 = (torch.randn(experts, hidden, ffn, device="cuda") / ffn**0.5).bfloat16()
         return cls(w13, w2, layer.prepare(layer.quantize(w13, w2, SPEC), SPEC))
+
+    def compact(self) -> Weights:
+        """The same, ours in 4 bits alone."""
+        w13, w2 = (replace(matrix, decoded=None) for matrix in (self.ours.w13, self.ours.w2))
+        return replace(self, ours=replace(self.ours, w13=w13, w2=w2))
 
 
 class Ours:

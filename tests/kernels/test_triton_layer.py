@@ -86,7 +86,7 @@ def test_what_is_shown_on_the_way_is_the_references(
     """In grouped order, without padding: quantised operands bit for bit (FC2's input as the reference quantises the
     SwiGLU that was shown), FC1, SwiGLU and FC2 but for the order of sums. The output is that of a layer nobody hears.
     """
-    monkeypatch.setattr(tuning, "few_rows", lambda slots, experts: few)
+    monkeypatch.setattr(tuning, "few_rows", lambda *_, **__: few)
     case = case_of(shape, "minite")
     found, expected = Seen(), Seen()
     unheard = case.forward()
@@ -115,7 +115,7 @@ def test_what_is_shown_on_the_way_is_the_references(
 def test_a_listener_changes_nothing_about_values_that_are_not_finite(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(tuning, "few_rows", lambda slots, experts: True)
+    monkeypatch.setattr(tuning, "few_rows", lambda *_, **__: True)
     case = Case(TILED, named_spec("minite"))
     case.x[1, 3] = torch.nan
     guard = NonFiniteGuard(0, len(case.on_cpu.w13))
@@ -147,11 +147,15 @@ class Seen:
 
 @pytest.mark.parametrize("shape", [TILED, pytest.param(LARGE, marks=GPU)])
 def test_a_token_has_the_same_bits_in_any_company(shape: LayerShape, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the product of many rows or of few, alone or not."""
+    """By the product of many rows or of few, in tiles of any size, alone or not."""
     case = case_of(shape, "minite")
-    monkeypatch.setattr(tuning, "few_rows", lambda slots, experts: True)
-    few, alone = case.forward(), case.forward(slice(3, 5))
-    monkeypatch.setattr(tuning, "few_rows", lambda slots, experts: False)
+    monkeypatch.setattr(tuning, "few_rows", lambda *_, **__: True)
+    alone = case.forward(slice(3, 5))
+    monkeypatch.setattr(tuning, "rows_of_few", lambda *_: 16)
+    few = case.forward()
+    monkeypatch.setattr(tuning, "rows_of_few", lambda *_: 128)
+    assert torch.equal(case.forward(), few)
+    monkeypatch.setattr(tuning, "few_rows", lambda *_, **__: False)
     many = case.forward()
     assert torch.equal(few[3:5], alone) and torch.equal(many, few)
 

@@ -84,7 +84,9 @@ def test_grouped_product_is_within_1e_6_of_float64(shape: Shape) -> None:
     assert not out[padding].any()
 
 
-@pytest.mark.parametrize(("shape", "rows"), [(SHAPES[0], 16), (SHAPES[0], 32), (SHAPES[1], 16)])
+@pytest.mark.parametrize(
+    ("shape", "rows"), [(SHAPES[0], 16), (SHAPES[0], 32), (SHAPES[1], 16), (SHAPES[0], 64), (SHAPES[0], 128)]
+)
 def test_product_of_few_rows_has_the_bits_of_the_grouped_one(shape: Shape, rows: int) -> None:
     ids = ((0,),) * 19 + ((shape[0] - 1,),)
     many, few = make(shape, ids), make(shape, ids, align=rows)
@@ -143,8 +145,9 @@ def test_what_does_not_fit_is_refused() -> None:
     few = make((2, 128, 128), ((0,),), align=16)
     with pytest.raises(ValueError, match="aligned"):
         grouped_gemm(few.operand, few.matrix, few.groups, out=few.out())
+    odd = make((2, 128, 128), ((0,),), align=8)
     with pytest.raises(ValueError, match="aligned"):
-        decode_gemm(case.operand, case.matrix, case.groups, out=case.out())
+        decode_gemm(odd.operand, odd.matrix, odd.groups, out=odd.out())
 
 
 @pytest.mark.parametrize("tile", [pytest.param(tile, marks=GPU) for tile in EMULATED])
