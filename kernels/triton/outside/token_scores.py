@@ -148,5 +148,5 @@ def _gradient(
     gradient = _scaled(gradient, temperature, UNIT)
     high = bf16_low(round_bf16(gradient))
     tl.store(terms + row * VOCAB + column, to_bf16(gradient), mask=inside)
-    low = terms + (rows.to(tl.int64) + row) * VOCAB + column
+    low = terms + (tl.cast(rows, tl.int64) + row) * VOCAB + column  # a single row is a constant
     tl.store(low, to_bf16(gradient - high), mask=inside)
