@@ -71,12 +71,10 @@ def rows_of_few(slots: int, num_experts: int) -> int:
 
 
 def decode_tile(rows: int) -> DecodeTile:
-    """For tiles of so many rows. Fewer registers where one more program then fits a processor: seven of 16 rows, three
-    of 64.
+    """For tiles of so many rows. So few registers that one more program fits a processor: seven of 16 rows, four of 32,
+    three of 64.
     """
-    if rows == 128:
-        return DecodeTile(stages=2)
-    return DecodeTile(registers={16: 96, 64: 168}.get(rows))
+    return DecodeTile(stages=2) if rows == 128 else DecodeTile(registers={16: 96, 32: 128, 64: 168}[rows])
 
 
 def measure(
