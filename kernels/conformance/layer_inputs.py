@@ -26,7 +26,7 @@ from kernels.spec import ExecutionSpec
 class Case:
     """x [T, H], ids [T, k], p [T, k] (FP32 values), w13 [E, 2F, H], w2 [E, H, F], all float64 but ids.
 
-    w2_bytes: FC2's weights as bytes, an expert each, in the place of w2. Once used, weights must not be changed in place.
+    w2_bytes: FC2's weights as bytes, an expert each, in the place of w2. Weights do not change once used.
     """
 
     x: np.ndarray

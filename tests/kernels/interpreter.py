@@ -1,7 +1,7 @@
-"""Triton's interpreter without work that changes nothing: nearly all of its time goes into types and checks, not numbers.
+"""Triton's interpreter without work that changes nothing: nearly all of its time goes into types and checks.
 
-Only what it computes again and again, or computes and throws away, is left out. `test_interpreter.py` compares the rest
-with the interpreter as it comes.
+Left out is only what it computes again and again, or computes and throws away; `test_interpreter.py` compares what is
+left with the interpreter as it comes.
 """
 
 from __future__ import annotations

@@ -149,6 +149,7 @@ def test_equal_quantisers_pass_their_spec_and_fail_another(runs: dict[str, tuple
     assert failed(output) == {"test_conforms_to_the_spec"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampler", DIFFERENT)
 def test_a_sampler_that_differs_fails(sampler: str, runs: dict[str, tuple[int, str]]) -> None:
     code, output = runs[sampler]
@@ -159,6 +160,7 @@ def test_a_sampler_that_differs_fails(sampler: str, runs: dict[str, tuple[int, s
         assert "test_both_decode_to_the_same_values" not in failed(output)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_missing_or_wrong_option_is_named(name: str, runs: dict[str, tuple[int, str]]) -> None:
     code, output = runs[name]
