@@ -16,8 +16,6 @@ pytestmark = pytest.mark.skipif(DEVICE.type == "cuda", reason="kernels are compi
 ROOT = Path(__file__).resolve().parents[2]
 # Blocks of several shapes, types and kinds of pointer, casts, broadcasts, reductions, and integers that overflow.
 PROGRAM = """
-import sys
-
 import pytest
 import torch
 import triton
