@@ -8,7 +8,7 @@ is right even where the spec leaves the order open.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -26,7 +26,7 @@ from kernels.spec import ExecutionSpec
 class Case:
     """x [T, H], ids [T, k], p [T, k] (FP32 values), w13 [E, 2F, H], w2 [E, H, F], all float64 but ids.
 
-    w2_bytes: FC2's weights as bytes, an expert each, in the place of w2.
+    w2_bytes: FC2's weights as bytes, an expert each, in the place of w2. Weights do not change once used.
     """
 
     x: np.ndarray
@@ -35,6 +35,9 @@ class Case:
     w13: np.ndarray
     w2: np.ndarray
     w2_bytes: list[oracle.Expected] | None = None
+    _quantised: dict[tuple[str, QuantizerSpec], list[list[oracle.Expected]]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def layer(self, spec: ExecutionSpec) -> Layer:
         """What the oracle takes."""
@@ -64,8 +67,11 @@ class Case:
         """The oracle's bytes of every expert."""
         if name == "w2" and self.w2_bytes is not None:
             return [[expert] for expert in self.w2_bytes]
-        weight, halves = (self.w13, True) if name == "w13" else (self.w2, False)
-        return [quantize_matrix(matrix, spec, halves=halves) for matrix in weight]
+        if (name, spec) not in self._quantised:
+            weight, halves = (self.w13, True) if name == "w13" else (self.w2, False)
+            parts = [quantize_matrix(matrix, spec, halves=halves) for matrix in weight]
+            self._quantised[name, spec] = parts
+        return self._quantised[name, spec]
 
     def arguments(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         x = torch.from_numpy(self.x).to(torch.bfloat16)

@@ -1,11 +1,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
 
+from tests.kernels import interpreter
 from tests.kernels.triton_env import DEVICE
 
 
@@ -19,33 +19,10 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def language_replaced_once_a_launch() -> Iterator[None]:
-    """At a launch, and again at every call of a device function, Triton's interpreter replaces the functions of
-    `triton.language` by its own. The calls take a third of its time, and change what the launch has left to change.
-    """
+def quick_interpreter() -> Iterator[None]:
     if DEVICE.type == "cuda":
         yield
         return
-    from triton.runtime import interpreter
-
-    replace, language = interpreter._patch_lang, {id(interpreter.tl), id(interpreter.tl.core)}
-    replaced: set[frozenset[int]] = set()
-
-    def replace_once(function: Any) -> Any:
-        seen = frozenset(language.intersection(map(id, function.__globals__.values())))
-        if seen in replaced:
-            return interpreter._LangPatchScope()  # with nothing to restore
-        scope = replace(function)
-        replaced.add(seen)
-        restore = scope.restore
-
-        def restore_all() -> None:
-            restore()
-            replaced.clear()
-
-        scope.restore = restore_all
-        return scope
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(interpreter, "_patch_lang", replace_once)
+        interpreter.quicken(patch)
         yield

@@ -21,7 +21,17 @@ from hypothesis import strategies as st
 
 from kernels import reference
 from kernels.catalogue import CATALOGUE, named_spec
-from kernels.conformance import Adapter, Outcome, Status, Subject, conformance, formula, oracle, oracle_layer
+from kernels.conformance import (
+    Adapter,
+    Outcome,
+    Status,
+    Subject,
+    conformance,
+    formula,
+    layer_inputs,
+    oracle,
+    oracle_layer,
+)
 from kernels.conformance.__main__ import main
 from kernels.conformance.backend import named_backend
 from kernels.conformance.check import Bench, Kind, Mismatch, NotApplicable, Suite, expect_equal, perform
@@ -370,6 +380,21 @@ def test_fma_rounds_once(a: float, b: float, sign: int, near: float) -> None:
     below, above = (float(np.nextafter(np.float32(found), np.float32(way))) for way in (-np.inf, np.inf))
     distance = abs(Fraction(found) - exact)
     assert distance <= abs(Fraction(below) - exact) and distance <= abs(Fraction(above) - exact)
+
+
+@pytest.mark.parametrize("binades", [4, 90], ids=["exact in float64", "not exact in float64"])
+def test_products_are_summed_exactly(binades: int) -> None:
+    rng = np.random.default_rng(0)
+    x, weight = (layer_inputs.short(rng, rows, 96) for rows in (3, 5))
+    x = np.ldexp(x, rng.integers(0, binades, x.shape))
+    x[:, 40:80], weight[:, 40:80] = x[:, :40], -weight[:, :40]  # only the others are left of the sum
+    x[:, 80:] = np.ldexp(x[:, 80:], -binades // 2)
+    order = rng.permutation(96)
+    x, weight = x[:, order], weight[:, order]
+    expected = [[float(sum(map(Fraction, row * column))) for column in weight] for row in x]
+    np.testing.assert_array_equal(
+        oracle_layer._exact_sums(x, weight), np.float32(expected).astype(np.float64)
+    )
 
 
 def test_a_formula_that_is_not_understood_is_refused() -> None:

@@ -182,8 +182,9 @@ def test_gradients(shape: LayerShape, master: torch.dtype) -> None:
     for own, other in zip(found, expected, strict=True):
         assert own.dtype == other.dtype
         assert relative(own, other) < 4e-3
-    again = gradients(layer.expert_layer, case.prepared, DEVICE)
-    assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
+    if master is torch.float32 or DEVICE.type == "cuda":
+        again = gradients(layer.expert_layer, case.prepared, DEVICE)
+        assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
     exact = exact_gradients(given, d_output, case.spec)
     assert relative(found[3], exact.w2) < (2e-3 if master is torch.float32 else 2.5e-3)
 
