@@ -225,7 +225,9 @@ def _arrange(figure: Figure, axes: Axes) -> None:
     """
     legend = figure.legend(loc="upper left", ncols=_COLUMNS, borderaxespad=0.2)
     rows = math.ceil(len(legend.get_texts()) / _COLUMNS)
-    figure.subplots_adjust(right=1 - _EDGE, bottom=0.42 / _INCHES[1], top=1 - (0.24 + 0.2 * rows) / _INCHES[1])
+    figure.subplots_adjust(
+        right=1 - _EDGE, bottom=0.42 / _INCHES[1], top=1 - (0.24 + 0.2 * rows) / _INCHES[1]
+    )
     beside = axes.yaxis.get_tightbbox(FigureCanvasAgg(figure).get_renderer())
     if beside is not None:
         figure.subplots_adjust(left=figure.subplotpars.left - beside.x0 / figure.bbox.width + _EDGE)
