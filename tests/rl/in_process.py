@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -95,8 +97,10 @@ def _nothing(*_: Any) -> None:
 
 @contextmanager
 def engines_in_process() -> Iterator[None]:
-    """Inside, the commands' `main` starts every engine, each of one process, in this one."""
-    with pytest.MonkeyPatch.context() as patch:
+    """Inside, the commands' `main` starts every engine, each of one process, in this one. The environment variables
+    that engines set are gone afterwards, as other processes must not get them.
+    """
+    with pytest.MonkeyPatch.context() as patch, mock.patch.dict(os.environ):
         for place, stand_in in {
             "rl.job.open_cluster": _no_cluster,
             "rl.engines.start_actor": start_actor,
@@ -116,5 +120,7 @@ def engines_in_process() -> Iterator[None]:
             "rl.evaluation.session.wait_until_ready": _nothing,
         }.items():
             patch.setattr(place, stand_in)
-        yield
-    _ACTORS.clear()
+        try:
+            yield
+        finally:
+            _ACTORS.clear()
