@@ -8,10 +8,13 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import pytest
+
+if TYPE_CHECKING:
+    from sampler.engine import Sampler
 
 _AT_WORK = threading.RLock()  # one actor at a time: engines in one process share torch's and vLLM's state
 _ACTORS: list[
@@ -74,8 +77,19 @@ def wait(reference: Any, method: str = "") -> Any:
 
 def start_actor(actor_class: Any, name: str, threads: int, log: Path, *args: Any, **options: Any) -> Here:
     with _AT_WORK:
-        _ACTORS.append(actor_class(*_passed(args)))
+        actor = actor_class(*_passed(args))
+    sampler = getattr(getattr(actor, "engine", actor), "sampler", None)  # of a diagnosis, of a run
+    if sampler is not None:
+        leave_groups(sampler)
+    _ACTORS.append(actor)
     return Here(len(_ACTORS) - 1)
+
+
+def leave_groups(sampler: Sampler) -> None:
+    """When this engine ends, vLLM's process groups stay, as others of this process may use them."""
+    finalizer = getattr(sampler._llm.llm_engine.engine_core, "_finalizer", None)  # not every vLLM has it
+    if finalizer is not None:
+        finalizer.detach()
 
 
 def _start_group(actor_class: Any, name: str, config: Any, folder: Path, *args: Any, **options: Any) -> Here:

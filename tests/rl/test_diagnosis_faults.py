@@ -25,7 +25,7 @@ from rl.diagnosis.megatron import MegatronEngine
 from rl.diagnosis.verdict import summary_of
 from rl.diagnosis.vllm import VllmEngine
 from sampler.config import SamplerConfig
-from tests.rl.in_process import engines_in_process
+from tests.rl.in_process import engines_in_process, leave_groups
 from tests.rl.tiny_chat import make_model
 
 pytestmark = pytest.mark.slow
@@ -62,7 +62,9 @@ def sampler(folder: Path) -> VllmEngine:
     config = SamplerConfig(
         max_model_len=64, max_num_seqs=8, max_num_batched_tokens=256, kv_cache_gib=1 / 64, threads=1
     )
-    return VllmEngine(folder, uniform("minite"), config)
+    engine = VllmEngine(folder, uniform("minite"), config)
+    leave_groups(engine.sampler)
+    return engine
 
 
 @pytest.fixture(autouse=True)

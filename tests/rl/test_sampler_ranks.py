@@ -21,6 +21,7 @@ from rl.fleet import Fleet
 from rl.sync.protocol import AttestationError
 from rl.sync.weight_sync import WeightSync
 from sampler.config import SamplingConfig
+from tests.rl.in_process import leave_groups
 from tests.rl.sampler_actors import Here, OpenSampler
 from tests.sampler.conftest import LAYERS, build, prompts, tiny_config
 
@@ -78,10 +79,11 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
 
     with local_cluster(80):
         two = start()
-        one = Here(OpenSampler(place / "model", MAP, tiny_config()))
+        one = OpenSampler(place / "model", MAP, tiny_config())
+        leave_groups(one.sampler)
         policy = Policy(place / "model", MAP, LearnerConfig(), 0)
         wait_until_ready([two])
-        yield World(one, two, start, policy)
+        yield World(Here(one), two, start, policy)
 
 
 def flat(responses: list[list[Any]]) -> list[Any]:
