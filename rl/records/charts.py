@@ -41,7 +41,10 @@ _STYLE: dict[Any, Any] = {
     "svg.hashsalt": "minite",
 }
 _INCHES = (6.2, 3.3)
-_EDGE = 0.01  # free at the sides, as a share of the width
+_LEFT, _RIGHT = (
+    0.01,
+    0.025,
+)  # free at the sides, as shares of the width; half the last step's number is on the right
 _COLUMNS = 3  # of the legend
 _SMOOTHED = 40  # points from which on a curve has a moving average
 SMOOTHING = (
@@ -220,17 +223,17 @@ def _value_axis(axes: Axes, names: Sequence[str]) -> None:
 
 
 def _arrange(figure: Figure, axes: Axes) -> None:
-    """The legend above the axes, and room around them. matplotlib's own layout measures all text several times over,
-    for twice the price of the chart; here only what stands left of the axes has a size that is not known before.
+    """The legend above the axes, and room around them. matplotlib's constrained layout measures all text several times
+    over; here what stands left of the axes is measured once, and the rest has a size that is known before.
     """
     legend = figure.legend(loc="upper left", ncols=_COLUMNS, borderaxespad=0.2)
     rows = math.ceil(len(legend.get_texts()) / _COLUMNS)
     figure.subplots_adjust(
-        right=1 - _EDGE, bottom=0.42 / _INCHES[1], top=1 - (0.24 + 0.2 * rows) / _INCHES[1]
+        right=1 - _RIGHT, bottom=0.44 / _INCHES[1], top=1 - (0.24 + 0.2 * rows) / _INCHES[1]
     )
     beside = axes.yaxis.get_tightbbox(FigureCanvasAgg(figure).get_renderer())
     if beside is not None:
-        figure.subplots_adjust(left=figure.subplotpars.left - beside.x0 / figure.bbox.width + _EDGE)
+        figure.subplots_adjust(left=figure.subplotpars.left - beside.x0 / figure.bbox.width + _LEFT)
 
 
 def _limit_steps(axes: Axes, steps: list[int]) -> None:

@@ -17,9 +17,7 @@ if TYPE_CHECKING:
     from sampler.engine import Sampler
 
 _AT_WORK = threading.RLock()  # one actor at a time: engines in one process share torch's and vLLM's state
-_ACTORS: list[
-    Any
-] = []  # alive to the end: that of one vLLM engine would take the process groups from the others
+_ACTORS: list[Any] = []
 
 
 class Here:
