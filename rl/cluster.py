@@ -11,7 +11,6 @@ import socket
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
 from pathlib import Path
 from textwrap import shorten
 from typing import Any, TypeVar
@@ -98,35 +97,19 @@ def _keep_deaths_off_the_terminal() -> None:
     ray._private.worker._worker_logs_enabled = False
 
 
-@contextmanager
-def _without_monitors() -> Iterator[None]:
-    """Inside, Ray starts without its autoscaler and without the process that sends logs to drivers, which a run on one
-    machine has no use for. `ray.init` has no parameters for that, as `ray start` has.
-    """
-    import ray._private.parameter as parameter
-
-    usual = parameter.RayParams
-    parameter.RayParams = partial(usual, no_monitor=True, include_log_monitor=False)
-    try:
-        yield
-    finally:
-        parameter.RayParams = usual
-
-
 def _start_ray(object_store_mib: int) -> None:
     import ray
 
     try:
-        with _without_monitors():
-            ray.init(
-                address="local",
-                num_cpus=1,  # actors ask for none
-                include_dashboard=False,
-                _node_ip_address=HOST,
-                object_store_memory=object_store_mib * 2**20,
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-            )
+        ray.init(
+            address="local",
+            num_cpus=1,  # actors ask for none
+            include_dashboard=False,
+            _node_ip_address=HOST,
+            object_store_memory=object_store_mib * 2**20,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+        )
     except Exception as error:  # Ray has no class for this, and raises several
         reason = shorten(str(error), 300, placeholder=" ...") or type(error).__name__
         raise ClusterError(

@@ -1,10 +1,9 @@
-"""For test_routing_replay: a sampler writes rollouts with their routes into a folder."""
+"""A process of its own for test_routing_replay: a sampler writes rollouts with their routes into a folder."""
 
 from __future__ import annotations
 
-import os
+import sys
 from pathlib import Path
-from unittest import mock
 
 import torch
 
@@ -18,7 +17,6 @@ from rl.rollout import Group, Rollout
 from rl.rollout_store import save_rollouts
 from sampler.config import SamplerConfig, SamplingConfig
 from sampler.engine import Sampler
-from tests.rl.in_process import leave_groups
 
 LAYERS, VOCAB, PROMPTS = 3, 61, 6
 
@@ -30,12 +28,10 @@ def prompt_at(position: int) -> Prompt:
     return Prompt(position, Problem(str(position), "q", "a", "s"), tuple(tokens))
 
 
-@mock.patch.dict(os.environ)  # which an engine changes
-def write_rollouts(model: Path, folder: Path) -> None:
+def main(model: str, folder: str) -> None:
     sizes = {"max_model_len": 96, "max_num_seqs": 32, "max_num_batched_tokens": 512}
     config = SamplerConfig(**sizes, kv_cache_gib=1 / 64, threads=1)
     sampler = Sampler(model, PrecisionMap.resolve(LAYERS, named_spec("minite")), config)
-    leave_groups(sampler)
     prompts = [prompt_at(position) for position in range(PROMPTS)]
     seeds = [[10 * prompt.position + sample for sample in range(3)] for prompt in prompts]
     sampling = SamplingConfig(max_tokens=20, stop_token_ids=(5, 11), return_routes=True)
@@ -44,4 +40,8 @@ def write_rollouts(model: Path, folder: Path) -> None:
         Group(prompt, tuple(Rollout(completion, Score.of(True)) for completion in own))
         for prompt, own in zip(prompts, responses, strict=True)
     ]
-    save_rollouts(folder, RolloutBatch(groups, PROMPTS, {}))
+    save_rollouts(Path(folder), RolloutBatch(groups, PROMPTS, {}))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -43,12 +47,15 @@ Engines = tuple[Policy, Sequences]
 
 @pytest.fixture(scope="module")
 def engines(tmp_path_factory: pytest.TempPathFactory) -> Engines:
-    """A learner under FP32 experts, and what a sampler of the same weights under NVFP4 experts wrote: the two choose
-    different experts often.
+    """A learner under FP32 experts, and what a sampler of the same weights under NVFP4 experts wrote, in a process of
+    its own: the two choose different experts often.
     """
     place = tmp_path_factory.mktemp("replay")
     initialize(place / "model", MODEL, seed=0)
-    routed_rollouts.write_rollouts(place / "model", place / "rollouts")
+    command = [sys.executable, "-m", routed_rollouts.__name__, str(place / "model"), str(place / "rollouts")]
+    root = str(Path(__file__).parents[2])
+    environment = os.environ | {"PYTHONPATH": root, "OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": "1"}
+    subprocess.run(command, env=environment, check=True, capture_output=True)
     batch = load_rollouts(place / "rollouts", routed_rollouts.prompt_at)
     assert batch is not None
     fp32 = PrecisionMap.resolve(LAYERS, named_spec("fp32"))
