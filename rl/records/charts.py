@@ -11,6 +11,7 @@ from typing import Any
 import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import (
     LogLocator,
@@ -39,6 +40,12 @@ _STYLE: dict[Any, Any] = {
     "legend.handlelength": 2.6,
     "svg.hashsalt": "minite",
 }
+_INCHES = (6.2, 3.3)
+_LEFT, _RIGHT = (
+    0.01,
+    0.025,
+)  # free at the sides, as shares of the width; half the last step's number is on the right
+_COLUMNS = 3  # of the legend
 _SMOOTHED = 40  # points from which on a curve has a moving average
 SMOOTHING = (
     f"Where a curve has {_SMOOTHED} points or more, the pale line is what was measured and the bold one its"
@@ -71,13 +78,13 @@ def draw_panel(panel: Panel, history: History) -> Chart | None:
     if not names:
         return None
     with matplotlib.rc_context(_STYLE):
-        figure = Figure(figsize=(6.2, 3.3), layout="constrained")
+        figure = Figure(figsize=_INCHES)
         axes = figure.add_subplot()
         panel.draw(axes, history, panel.names)  # all of them: a metric has the same colour in every report
         axes.set_xlabel("iteration")
         axes.set_axisbelow(True)
         _limit_steps(axes, list(history))
-        figure.legend(loc="outside upper left", ncols=3, borderaxespad=0.2)
+        _arrange(figure, axes)
         buffer = io.BytesIO()
         figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
     series = [(name, METRICS[name].meaning) for name in names]
@@ -213,6 +220,20 @@ def _value_axis(axes: Axes, names: Sequence[str]) -> None:
         axes.set_ylabel("share of tokens" if "gap/beyond_clip" in names else "share")
     else:
         axes.set_ylabel(units.pop() if len(units) == 1 else "")
+
+
+def _arrange(figure: Figure, axes: Axes) -> None:
+    """The legend above the axes, and room around them. matplotlib's constrained layout measures all text several times
+    over; here what stands left of the axes is measured once, and the rest has a size that is known before.
+    """
+    legend = figure.legend(loc="upper left", ncols=_COLUMNS, borderaxespad=0.2)
+    rows = math.ceil(len(legend.get_texts()) / _COLUMNS)
+    figure.subplots_adjust(
+        right=1 - _RIGHT, bottom=0.44 / _INCHES[1], top=1 - (0.24 + 0.2 * rows) / _INCHES[1]
+    )
+    beside = axes.yaxis.get_tightbbox(FigureCanvasAgg(figure).get_renderer())
+    if beside is not None:
+        figure.subplots_adjust(left=figure.subplotpars.left - beside.x0 / figure.bbox.width + _LEFT)
 
 
 def _limit_steps(axes: Axes, steps: list[int]) -> None:

@@ -1,5 +1,5 @@
-"""A sampler's receiving end without an engine: it holds whatever a learner says that it sends. A process without a
-model.
+"""A learner that says how much memory its processes take, and a sampler's receiving end without an engine: it holds
+whatever a learner says that it sends.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from kernels.experts import ExpertWeights, StoredLayout, derived_name, wire_name
 from kernels.precision_map import PrecisionMap
 from kernels.reference import prepare
 from kernels.shard import NO_SHARDS, Shards
-from rl.actors import LearnerActor, RankActor, SamplerActor
+from rl.actors import LearnerActor, SamplerActor
 from rl.sync.receiver import Receiver
 from rl.sync.transport import RayInlet
 
@@ -20,6 +20,10 @@ Layout = dict[str, tuple[tuple[int, ...], torch.dtype]]
 class OpenLearner(LearnerActor):
     def layout(self) -> Layout:
         return self.policy.export_layout()
+
+    def memory_mib(self) -> float:
+        """The later ranks are the larger ones."""
+        return 100.0 + self.rank
 
 
 class Holder:
@@ -53,9 +57,5 @@ class PlainSampler(SamplerActor):
     def content(self) -> dict[str, torch.Tensor]:
         return self.holder.live
 
-
-class Measured(RankActor):
-    """The later ranks are the larger ones."""
-
     def memory_mib(self) -> float:
-        return 100.0 + self.rank
+        return 100.0

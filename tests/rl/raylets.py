@@ -48,9 +48,10 @@ class Raylets:
             place = [f"--address={self.address}"]
         else:
             port = self.address.partition(":")[2]
-            place = ["--head", f"--port={port}", "--include-dashboard=false", f"--temp-dir={self._temporary}"]
+            place = ["--head", f"--port={port}", "--include-dashboard=false", "--no-monitor"]
+            place += [f"--temp-dir={self._temporary}"]
         command = [_RAY, "start", *place, f"--node-ip-address={address}", "--num-cpus=1", "--block"]
-        command += ["--object-store-memory=100000000", *options]
+        command += ["--object-store-memory=100000000", "--include-log-monitor=false", *options]
         if hide is not None:
             mount = f"mount -t tmpfs tmpfs {shlex.quote(str(hide))} && exec {shlex.join(command)}"
             command = ["unshare", "--mount", "sh", "-c", mount]

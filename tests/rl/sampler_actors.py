@@ -98,4 +98,10 @@ class _Later:
     def __getattr__(self, method: str) -> Callable[..., Any]:
         import ray
 
-        return lambda *args: ray.put(getattr(self._actor, method)(*args))
+        def call(*args: Any) -> Any:
+            given = [
+                ray.get(arg) if isinstance(arg, ray.ObjectRef) else arg for arg in args
+            ]  # as an actor gets it
+            return ray.put(getattr(self._actor, method)(*given))
+
+        return call

@@ -20,7 +20,7 @@ from rl.cluster import local_cluster, start_actor, stop_actor
 from rl.config.cluster import SyncConfig
 from rl.rollout import Sequences
 from rl.sync.weight_sync import WeightSync
-from tests.rl.group_actors import Measured, OpenLearner, PlainSampler
+from tests.rl.group_actors import OpenLearner, PlainSampler
 
 pytestmark = pytest.mark.slow
 
@@ -80,6 +80,8 @@ def test_it_works_as_one_learner(folder: Path, tmp_path: Path) -> None:
     assert group.report().expert_layers == 2
 
     sampler = start_actor(PlainSampler, "sampler", 1, tmp_path / "log", group.layout(), MAP)
+    assert largest([sampler, group], "memory_mib") == largest([group], "memory_mib") == 101.0
+    assert largest([sampler], "memory_mib") == 100.0
     sync = WeightSync(group, [sampler], MAP, SyncConfig(codec="delta", bucket_mib=1))
     sync.sync(1)
     metrics, found = (
@@ -113,11 +115,3 @@ def test_it_works_as_one_learner(folder: Path, tmp_path: Path) -> None:
     assert time.monotonic() - started < 60
     stop_actor(group.members[0])
     stop_actor(sampler)
-
-
-def test_what_is_measured_of_an_engine_is_its_largest_process(tmp_path: Path):
-    one, two = (start_group(Measured, f"of_{n}", LearnerConfig(data_parallel=n), tmp_path) for n in (1, 2))
-    assert largest([one, two], "memory_mib") == 101.0
-    assert largest([one], "memory_mib") == 100.0
-    stop_actor(one)
-    stop_actor(two)

@@ -40,6 +40,7 @@ from rl.diagnosis.studies import depths, path
 from rl.diagnosis.summary import Summary, other_backends
 from rl.diagnosis.verdict import summary_of
 from rl.errors import DataError
+from tests.rl.in_process import engines_in_process
 from tests.rl.tiny_chat import byte_tokenizer, make_model
 
 CORPUS = Corpus(((5, 6, 7, 8), (9, 10, 11, 12, 13, 14), (5, 6, 9)), (2, 2, 1), (0, 0, 1))
@@ -383,7 +384,9 @@ def test_other_code_or_settings_of_an_engine_begin_anew(place: Path, monkeypatch
 def test_a_diagnosis_from_the_command_line_grows_by_studies_and_ends_as_its_gate_says(
     place: Path, capsys: pytest.CaptureFixture[str]
 ):
-    """Megatron against transformers. The first launch makes part of it, the second the rest, the third nothing."""
+    """Megatron against transformers. The first launch, with processes of their own, makes part of it, the second, with
+    engines in this one, the rest, the third nothing.
+    """
     command = [
         sys.executable,
         "-m",
@@ -397,7 +400,8 @@ def test_a_diagnosis_from_the_command_line_grows_by_studies_and_ends_as_its_gate
     assert sorted(name.rpartition("-")[0] for name in made) == ["frozen.bf16", "frozen.minite"]
 
     everything = "study=[frozen,routing,scale,boundaries,attribution]"
-    assert main(keys(place, everything, "gate.p99=1e-4", "gate.same_layers=true")) == 1
+    with engines_in_process():
+        assert main(keys(place, everything, "gate.p99=1e-4", "gate.same_layers=true")) == 1
     out, err = capsys.readouterr()
     assert err.count("gate: ") == 2  # minite/te_exact exceeds both
     assert (
@@ -418,7 +422,8 @@ def test_a_dense_model_by_its_log_probabilities_alone(place: Path, capsys: pytes
     places = [f"model.path={place / 'dense'}", "engines=[hf,vllm]", "sequences=null", "conditions=[bf16]"]
     sizes = ["sampler.max_num_seqs=8", "sampler.max_num_batched_tokens=256", "sampler.threads=1", "prompts=2"]
     studies = ["study=[frozen,boundaries]", "run.name=dense", "gate.max=1e-4"]
-    assert main(keys(place, *places, *sizes, *studies)) == 0
+    with engines_in_process():
+        assert main(keys(place, *places, *sizes, *studies)) == 0
     assert "Left out, as they are about experts: boundaries" in capsys.readouterr().out
     [folder] = (place / "outputs" / "diagnose").glob("dense-*")
     results = json.loads((folder / "results.json").read_text())

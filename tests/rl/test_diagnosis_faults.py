@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from rl.diagnosis.megatron import MegatronEngine
 from rl.diagnosis.verdict import summary_of
 from rl.diagnosis.vllm import VllmEngine
 from sampler.config import SamplerConfig
+from tests.rl.in_process import engines_in_process, leave_groups
 from tests.rl.tiny_chat import make_model
 
 pytestmark = pytest.mark.slow
@@ -62,7 +62,9 @@ def sampler(folder: Path) -> VllmEngine:
     config = SamplerConfig(
         max_model_len=64, max_num_seqs=8, max_num_batched_tokens=256, kv_cache_gib=1 / 64, threads=1
     )
-    return VllmEngine(folder, uniform("minite"), config)
+    engine = VllmEngine(folder, uniform("minite"), config)
+    leave_groups(engine.sampler)
+    return engine
 
 
 @pytest.fixture(autouse=True)
@@ -212,24 +214,13 @@ def test_a_bf16_layer_that_should_be_nvfp4(sampler: VllmEngine, diagnose: Diagno
     assert "weight: e2m1/1x16 against none" in verdict and "in 1 of the 2 layers" in verdict
 
 
-def start_here(actor_class: Any, name: str, threads: int, log: Path, *arguments: Any) -> Any:
-    """What `start_actor` starts, in this process, where vLLM is loaded already: its methods give their results."""
-    actor = actor_class(*arguments)
-    actor.later = actor
-    return actor
-
-
 def test_a_field_of_one_side_of_a_strict_model_is_named_from_the_command_line(
     folder: Path,
     corpus: Corpus,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ):
     """The expert layers are equal: what differs is outside them."""
-    monkeypatch.setattr("rl.diagnosis.pair.start_actor", start_here)
-    monkeypatch.setattr("rl.diagnosis.pair.wait", lambda results: results)
-    monkeypatch.setattr("rl.diagnosis.pair.local_cluster", lambda mib: nullcontext())
     (tmp_path / "sequences.json").write_text(corpus.to_json())
     rows = [{"id": str(n), "problem": f"{n}+{n}?", "answer": str(2 * n)} for n in range(4)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -258,7 +249,8 @@ def test_a_field_of_one_side_of_a_strict_model_is_named_from_the_command_line(
         "sampler.kv_cache_gib": 1 / 64,
         "algorithm.sampling.max_tokens": 8,
     }
-    assert main([f"{key}={value}" for key, value in values.items()]) == 0
+    with engines_in_process():
+        assert main([f"{key}={value}" for key, value in values.items()]) == 0
     [results] = (tmp_path / "outputs" / "diagnose").glob("*/results.json")
     found = json.loads(results.read_text())
     gaps = {gap["label"]: gap["statistics"]["max"]["value"] for gap in found["gaps"]}

@@ -16,6 +16,7 @@ from rl.evaluate import main
 from rl.evaluation.config import EvaluateConfig
 from rl.evaluation.samples import Sample
 from rl.evaluation.session import make_plan
+from tests.rl.in_process import engines_in_process
 from tests.rl.tiny_chat import make_data, make_model, make_run
 
 WRONG = {
@@ -120,14 +121,23 @@ def killed(place: Path) -> Path:
 def test_a_run_is_evaluated_under_the_spec_that_trained_it_and_under_bf16(
     place: Path, killed: Path, capsys: pytest.CaptureFixture[str]
 ):
-    command = [sys.executable, "-m", "rl.evaluate", *keys(place, "logging.wandb=offline")]
+    """In a launch with processes of its own part of it, in another, with the engines in this process, the rest."""
+    part = ("specs=[bf16]", "benchmarks=[math500]", "logging.wandb=offline")
+    command = [sys.executable, "-m", "rl.evaluate", *keys(place, *part)]
     environment = os.environ | {"HF_HOME": str(place / "hub")}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=500)
     assert done.returncode == 0, done.stdout + done.stderr
     [folder] = (place / "outputs" / "evaluate").iterdir()
     assert f"results: {folder}/results.json" in done.stdout
     assert "cut short" in done.stderr
+    [first] = json.loads((folder / "results.json").read_text())["results"]
+    assert any((folder / "wandb").glob("offline-run-*"))
+
+    with engines_in_process():
+        assert main(keys(place)) == 0
+    assert capsys.readouterr().out.count("starting vLLM under") == 2
     results = json.loads((folder / "results.json").read_text())
+    assert results["results"][-1] == first
     _check_results(results, folder)
     _check_samples(results, folder)
     _check_records(results, folder)
@@ -191,4 +201,3 @@ def _check_records(results: dict, folder: Path) -> None:
         metrics |= row
     assert metrics["benchmark/gsm8k/trained/score"] == results["results"][0]["metrics"]["avg"]["value"]
     assert "benchmark/math500/bf16/difference_low" in metrics
-    assert any((folder / "wandb").glob("offline-run-*"))

@@ -6,6 +6,7 @@ import pickle
 import subprocess
 import sys
 
+import pytest
 import torch
 
 from learner.batch import Scores
@@ -37,7 +38,8 @@ def test_what_a_learner_answers_is_read_without_megatron() -> None:
     assert result.stdout.strip() == b"False"
 
 
-def test_what_a_node_runs_to_say_what_it_is_loads_no_torch() -> None:
-    code = "import rl.nodes, sys; print([name for name in ('torch', 'transformers') if name in sys.modules])"
+@pytest.mark.parametrize("module", ["rl.nodes", "rl.records.wandb_mirror", "rl.records.report"])
+def test_what_a_node_runs_to_say_what_it_is_and_what_only_reads_records_load_no_torch(module: str) -> None:
+    code = f"import {module}, sys; print([name for name in ('torch', 'transformers') if name in sys.modules])"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"

@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
 
 from kernels.catalogue import named_spec
 from kernels.precision_map import PrecisionMap
@@ -196,6 +198,30 @@ def test_what_is_missing_is_left_out(tmp_path: Path, history: History, said: lis
     page = _page(_folder(tmp_path, history))
     assert all(text in page.text for text in said)
     assert "metric/of_another_version" not in page.text
+
+
+@pytest.mark.parametrize("values", [(-2.5e-7, 1.00001), (98765.4321, 98765.4322)])
+def test_nothing_stands_outside_a_chart_or_on_another_part_of_it(
+    values: tuple[float, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By what matplotlib says of its parts once the chart is drawn."""
+    drawn: list[Figure] = []
+    save = Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda self, *a, **k: (drawn.append(self), save(self, *a, **k)))
+    history: History = {step: dict.fromkeys(METRICS, values[step % 2]) for step in (9_990, 9_995, 10_000)}
+    for panel in PANELS:
+        draw_panel(panel, history)
+    for figure in drawn:
+        renderer = FigureCanvasAgg(figure).get_renderer()
+        figure.draw(renderer)
+        whole, [axes], [legend] = figure.bbox, figure.axes, figure.legends
+        around = axes.get_tightbbox(renderer)
+        assert around is not None
+        assert min(around.x0, around.y0) >= 0 and around.x1 <= whole.x1
+        names = [text.get_window_extent(renderer) for text in legend.get_texts()]
+        assert all(around.y1 < name.y0 and name.y1 <= whole.y1 and name.x1 <= whole.x1 for name in names)
+        assert axes.bbox.width > 0.7 * whole.width and axes.bbox.height > 0.5 * whole.height
+    assert len(drawn) == len(PANELS)
 
 
 def test_a_long_run_is_reported(tmp_path: Path) -> None:

@@ -15,12 +15,13 @@ from learner.config import LearnerConfig
 from learner.policy import Policy
 from rl.actor_group import ActorGroup, members_of, start_group, wait_until_ready
 from rl.actors import LearnerActor
-from rl.cluster import Remote, local_cluster, wait
+from rl.cluster import local_cluster, wait
 from rl.config.cluster import SyncConfig
 from rl.fleet import Fleet
 from rl.sync.protocol import AttestationError
 from rl.sync.weight_sync import WeightSync
 from sampler.config import SamplingConfig
+from tests.rl.in_process import leave_groups
 from tests.rl.sampler_actors import Here, OpenSampler
 from tests.sampler.conftest import LAYERS, build, prompts, tiny_config
 
@@ -37,15 +38,17 @@ MEDIAN, LARGEST = 2e-6, 5e-3
 
 @dataclass
 class World:
-    """one, two: samplers of as many processes. start: begins to start one of so many. policy: the learner's, here."""
+    """one, two: samplers of as many processes, the first in this one. start: begins to start one of two. policy: the
+    learner's, here.
+    """
 
-    one: Remote | ActorGroup
+    one: Here
     two: ActorGroup
-    start: Callable[[int], Remote | ActorGroup]
+    start: Callable[[], ActorGroup]
     policy: Policy
     random: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(1))
 
-    def sync(self, sampler: Remote | ActorGroup, **config: Any) -> WeightSync:
+    def sync(self, sampler: Here | ActorGroup, **config: Any) -> WeightSync:
         learner = LearnerActor.__new__(LearnerActor)
         learner.policy = self.policy
         for member in members_of(sampler):
@@ -68,16 +71,19 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     place = tmp_path_factory.mktemp("ranks")
     build("qwen3_moe", 0).save_pretrained(place / "model")
 
-    def start(processes: int) -> Remote | ActorGroup:
-        config = tiny_config(tensor_parallel=processes)
-        return start_group(OpenSampler, f"of_{processes}", config, place, place / "model", MAP, config)
+    def start() -> ActorGroup:
+        config = tiny_config(tensor_parallel=2)
+        group = start_group(OpenSampler, "of_2", config, place, place / "model", MAP, config)
+        assert isinstance(group, ActorGroup)
+        return group
 
     with local_cluster(80):
-        one, two = start(1), start(2)
+        two = start()
+        one = OpenSampler(place / "model", MAP, tiny_config())
+        leave_groups(one.sampler)
         policy = Policy(place / "model", MAP, LearnerConfig(), 0)
-        wait_until_ready([one, two])
-        assert isinstance(two, ActorGroup)
-        yield World(one, two, start, policy)
+        wait_until_ready([two])
+        yield World(Here(one), two, start, policy)
 
 
 def flat(responses: list[list[Any]]) -> list[Any]:
@@ -131,8 +137,7 @@ def test_responses_and_scores_are_those_of_one_process(world: World, sampling: S
 )
 def test_a_weight_sync_brings_every_rank_its_part(world: World, codec: str, transport: str) -> None:
     version = max(sampler.held().version for sampler in (world.one, world.two))
-    settings = {"codec": codec, "transport": transport}
-    syncs = [world.sync(sampler, **settings) for sampler in (world.two, world.one)]
+    syncs = [world.sync(world.two, codec=codec, transport=transport), world.sync(world.one, codec=codec)]
     for step in (1, 2):
         world.step()
         metrics, alone = (sync.sync(version + step) for sync in syncs)
@@ -168,7 +173,7 @@ def test_a_part_that_is_not_as_sent_is_found(world: World, rank: int, name: str)
 
 def test_the_death_of_a_process_is_that_of_its_sampler_which_comes_back(world: World) -> None:
     sync = world.sync(world.two, codec="delta")
-    fleet = Fleet([world.two], Here(sync), lambda _: world.start(2), restarts=1)  # type: ignore[arg-type]
+    fleet = Fleet([world.two], Here(sync), lambda _: world.start(), restarts=1)  # type: ignore[arg-type]
     version = world.two.held().version + 1
     world.step()
     fleet.sync(version)

@@ -11,6 +11,7 @@ import pytest
 
 from rl.records.history import read_history
 from rl.train import main
+from tests.rl.in_process import engines_in_process
 from tests.rl.smallest_job import ITERATIONS, arguments, assert_equal_runs, run_folder
 
 pytestmark = pytest.mark.slow
@@ -18,7 +19,7 @@ pytestmark = pytest.mark.slow
 
 def test_critic_reference_and_rollouts_drawn_ahead_are_gone_on_with(tmp_path: Path):
     """PPO with both, one step off, the sampler's experts replayed, responses in two parts; in the first iteration the
-    critic learns alone.
+    critic learns alone. The run that goes on has its engines in one process.
     """
     settings = arguments(
         tmp_path,
@@ -59,5 +60,6 @@ def test_critic_reference_and_rollouts_drawn_ahead_are_gone_on_with(tmp_path: Pa
     shutil.copytree(whole, folder, symlinks=True)
     for step in (3, 4):
         shutil.rmtree(folder / f"checkpoints/step_{step:06d}")
-    assert main([*settings, f"run.resume={folder}"]) == 0
+    with engines_in_process():
+        assert main([*settings, f"run.resume={folder}"]) == 0
     assert_equal_runs(folder, whole, ("learner", "critic"))

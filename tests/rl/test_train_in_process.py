@@ -1,8 +1,11 @@
-"""The main job with the real engines, where it ends early: nothing that can be learned from, nothing left to learn."""
+"""The main job with the real engines, all in this process: another specification, nothing left to learn, and under the
+strict spec no gap, also where responses are written in parts, by the weights of several iterations.
+"""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from contextlib import redirect_stdout
 from io import StringIO
 from itertools import pairwise
@@ -13,12 +16,30 @@ from safetensors.torch import load_file
 
 from rl.checkpoint import CheckpointStore
 from rl.records.history import read_history
+from rl.rollout_store import load_backlog
 from rl.train import main
-from tests.rl.smallest_job import arguments, run_folder
+from tests.rl.in_process import engines_in_process
+from tests.rl.rollouts import group
+from tests.rl.smallest_job import ITERATIONS, arguments, run_folder
 
 pytestmark = pytest.mark.slow
 
 COLD = "model.warm_start.steps=0"  # what the policy knows does not matter
+PARTS = (
+    "spec=strict",
+    COLD,
+    "reward.function=tests.rl.custom_rewards:even_length",
+    "algorithm.partial_rollouts.token_budget=3",
+    "algorithm.group_size=3",
+    "algorithm.prompts_per_round=20",
+    "algorithm.max_staleness=5",
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def engines_here() -> Iterator[None]:
+    with engines_in_process():
+        yield
 
 
 def test_a_sampler_under_another_specification_stops_before_the_first_rollout(
@@ -75,3 +96,26 @@ def test_under_the_strict_spec_there_is_no_gap_after_any_sync(solved: tuple[Path
     assert len(paths) == max(history)
     for before, after in pairwise(load_file(path) for path in paths):
         assert any(not tensor.equal(before[name]) for name, tensor in after.items())
+
+
+def test_every_token_is_measured_against_the_weights_that_wrote_it(tmp_path: Path):
+    """Under the strict spec: no gap where the learner has these weights, and one where it has later ones."""
+    with redirect_stdout(StringIO()) as output:
+        assert main(arguments(tmp_path, "run.name=parts", *PARTS)) == 0
+    folder = run_folder(tmp_path, "parts")
+    history = read_history(folder / "metrics.jsonl")
+    iterations = [history[step] for step in range(1, ITERATIONS + 1)]
+    for step, metrics in enumerate(iterations, 1):
+        assert metrics["policy/log_ratio_abs"] == 0.0
+        assert metrics["version/weights"] == step - metrics["staleness/max"] >= step - 5
+        assert metrics.get("gap/max", 0.0) == 0.0
+        assert metrics.get("gap/older_abs_mean", 0.0) > 0 or metrics["staleness/max"] == 0
+    mixed = [metrics for metrics in iterations if metrics["staleness/older_tokens"]]
+    assert any("gap/max" in metrics for metrics in mixed)
+    assert all(0 < metrics["staleness/mean"] < metrics["staleness/max"] for metrics in mixed)
+    assert max(metrics["partial/continued"] for metrics in iterations) > 10
+
+    last = folder / f"checkpoints/step_{ITERATIONS:06d}/backlog"
+    left = load_backlog(last, lambda position: group(position=position).prompt)
+    assert f"the run ends, and {left}" in " ".join(output.getvalue().split())
+    assert left.unfinished == iterations[-1]["partial/put_aside"] > 0
