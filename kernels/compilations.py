@@ -93,15 +93,17 @@ def _products(target: int) -> Iterator[Compilation]:
         "after_ptr": "*i32",
         "finished_ptr": "*i32",
     }
-    for rows, name, features, width in (
-        (16, "FC1", 2 * FFN, HIDDEN),
-        (16, "FC2", HIDDEN, FFN),
-        (128, "FC1", 2 * FFN, HIDDEN),
+    fc1, fc2 = (2 * FFN, HIDDEN), (HIDDEN, FFN)
+    for rows, name, (features, width) in (
+        (16, "FC1", fc1),
+        (16, "FC2", fc2),
+        (64, "FC1", fc1),
+        (128, "FC2", fc2),
     ):
         few = decode_tile(rows)
         options = {"num_warps": few.warps, "maxnreg": few.registers}
         constants = {"N": features, "K": width, "BM": rows, "STAGES": few.stages}
-        constants |= {"AFTER": name == "FC2", "REPORT": name == "FC1" and rows < 128}
+        constants |= {"AFTER": name == "FC2" and rows < 128, "REPORT": name == "FC1"}
         yield Compilation(
             f"product of few rows, {name}, by {rows}",
             target,

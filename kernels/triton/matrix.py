@@ -143,4 +143,4 @@ def _decode_blocks(codes, scales, decoded, blocks, BLOCKS: tl.constexpr):
     d4, d5, d6, d7 = decode_word(second, scale)
     joined = tl.reshape(join_words(d0, d1, d2, d3, d4, d5, d6, d7, 1, BLOCKS), (BLOCKS * 8,))
     at = tl.program_id(0).to(tl.int64) * (BLOCKS * 8) + tl.arange(0, BLOCKS * 8)
-    tl.store(decoded + at, joined, mask=at < blocks.to(tl.int64) * 8)
+    tl.store(decoded + at, joined, mask=at < tl.cast(blocks, tl.int64) * 8)

@@ -63,18 +63,18 @@ def few_rows(slots: int, num_experts: int, *, compact: bool = False) -> bool:
 
 
 def rows_of_few(slots: int, num_experts: int) -> int:
-    """How many rows of an expert are multiplied at a time: about as many as most experts have, at least 16, the fewest
-    that the tensor core takes, and at most 64 while most of their decoding is hidden.
+    """How many rows of an expert are multiplied at a time, at least 16, the fewest that the tensor core takes. More of
+    them share the decoding of a weight, and more of them are padding (kernels/README.md has the times).
     """
     average = slots / num_experts
     return next((rows for most, rows in ((10, 16), (32, 32), (128, 64)) if average <= most), 128)
 
 
 def decode_tile(rows: int) -> DecodeTile:
-    """For tiles of so many rows. So few registers that one more program fits a processor: seven of 16 rows, four of 32,
-    three of 64.
+    """For tiles of so many rows. So few registers that one more program fits a processor: seven of 16 rows, three of
+    64.
     """
-    return DecodeTile(stages=2) if rows == 128 else DecodeTile(registers={16: 96, 32: 128, 64: 168}[rows])
+    return DecodeTile(stages=2) if rows == 128 else DecodeTile(registers={16: 96, 64: 168}.get(rows))
 
 
 def measure(

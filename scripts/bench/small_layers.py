@@ -1,11 +1,11 @@
-"""Every kernel of the emulated expert layer on small inputs: what compute-sanitizer is run on.
+"""The kernels of the emulated expert layer on small inputs: what compute-sanitizer is run on.
 
     PYTHONPATH=. compute-sanitizer --tool memcheck --error-exitcode 1 python scripts/bench/small_layers.py
     PYTHONPATH=. compute-sanitizer --tool racecheck --error-exitcode 1 python scripts/bench/small_layers.py
 
 24 layers: both specifications, three shapes, FP32 and BF16 masters, weights decoded ahead and in 4 bits alone. Each
-goes forward with few rows an expert and with many, whose first tokens must have the same bits, and backward. Needs a
-GPU.
+goes forward with few rows an expert, in tiles of every size, and with many, whose first tokens must have the same bits,
+and backward. Needs a GPU.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ from kernels.catalogue import named_spec
 from kernels.guard import NonFiniteGuard
 from kernels.layer_input import LayerShape, synthetic_layer
 from kernels.triton import layer, tuning
+from kernels.triton.decode_gemm import ROWS
 
 SPECS = ("minite", "minite_expert")
-MANY = 800
+MANY = 1600
 SHAPES = tuple(  # odd numbers of tokens; experts without any; one expert a token
     LayerShape(tokens=MANY, hidden=hidden, ffn=ffn, experts=experts, top_k=top_k)
     for hidden, ffn, experts, top_k in ((256, 128, 4, 2), (128, 256, 7, 3), (384, 128, 2, 1))
 )
-FEW = (1, 9, 33)
+FEW = (1, 9, 33, 100, 400)  # of the last, only weights in 4 bits alone go by the product of few rows
 
 
 def run(spec_name: str, shape: LayerShape, masters: torch.dtype, compact: bool) -> None:
@@ -38,10 +39,9 @@ def run(spec_name: str, shape: LayerShape, masters: torch.dtype, compact: bool) 
     w13, w2 = given.w13.to("cuda", masters), given.w2.to("cuda", masters)
     prepared = layer.prepare(layer.quantize(w13, w2, spec), spec, compact=compact)
     guard = NonFiniteGuard(0, shape.experts)
-    if tuning.few_rows(ids.numel(), shape.experts) or not tuning.few_rows(
-        max(FEW) * shape.top_k, shape.experts
-    ):
-        raise ValueError(f"{shape} does not take both ways")
+    tiles = {tuning.rows_of_few(tokens * shape.top_k, shape.experts) for tokens in FEW}
+    if tiles != set(ROWS) or tuning.few_rows(ids.numel(), shape.experts, compact=True):
+        raise ValueError(f"{shape} does not take every way: tiles of {sorted(tiles)} rows")
     many = layer.forward(x, ids, p, prepared, spec, guard)
     for tokens in FEW:
         few = layer.forward(x[:tokens], ids[:tokens], p[:tokens], prepared, spec, guard)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import copy
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -20,6 +21,7 @@ from kernels.quantize import QuantizedTensor, quantize_activation
 from kernels.spec import ExecutionSpec
 from kernels.triton import layer, ops, tuning
 from kernels.triton.gradient_products import product_errors
+from kernels.triton.matrix import ExpertMatrix
 from tests.kernels.triton_env import DEVICE, GPU
 
 SMALL = LayerShape(tokens=9, hidden=128, ffn=128, experts=4, top_k=2)
@@ -158,6 +160,24 @@ def test_a_token_has_the_same_bits_in_any_company(shape: LayerShape, monkeypatch
     monkeypatch.setattr(tuning, "few_rows", lambda *_, **__: False)
     many = case.forward()
     assert torch.equal(few[3:5], alone) and torch.equal(many, few)
+
+
+@pytest.mark.parametrize("tokens", [5, *(pytest.param(count, marks=GPU) for count in (100, 700, 1500))])
+def test_weights_in_4_bits_alone_give_the_same_bits_without_being_decoded(
+    tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Up to 256 rows an expert."""
+    experts = 2 if tokens == 5 else 8
+    case = Case(LayerShape(tokens, hidden=128, ffn=128, experts=experts, top_k=1), named_spec("minite"))
+    expected = case.forward()
+    w13, w2 = (replace(matrix, decoded=None) for matrix in (case.prepared.w13, case.prepared.w2))
+    compact = replace(case.prepared, w13=w13, w2=w2)
+
+    def refuse(matrix: ExpertMatrix) -> torch.Tensor:
+        raise AssertionError("decoded")
+
+    monkeypatch.setattr(ExpertMatrix, "elements", refuse)
+    assert torch.equal(layer.forward(case.x, case.ids, case.p, compact, case.spec), expected)
 
 
 @pytest.mark.parametrize("shape", [NARROW, pytest.param(SMALL, marks=GPU), pytest.param(LARGE, marks=GPU)])

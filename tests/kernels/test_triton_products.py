@@ -85,10 +85,18 @@ def test_grouped_product_is_within_1e_6_of_float64(shape: Shape) -> None:
 
 
 @pytest.mark.parametrize(
-    ("shape", "rows"), [(SHAPES[0], 16), (SHAPES[0], 32), (SHAPES[1], 16), (SHAPES[0], 64), (SHAPES[0], 128)]
+    ("shape", "count", "rows"),
+    [
+        (SHAPES[0], 19, 16),
+        (SHAPES[0], 19, 32),
+        (SHAPES[1], 19, 16),
+        (SHAPES[0], 19, 64),
+        (SHAPES[0], 19, 128),
+        *(pytest.param((4, 256, 1024), 150, rows, marks=GPU) for rows in (16, 32, 64, 128)),
+    ],
 )
-def test_product_of_few_rows_has_the_bits_of_the_grouped_one(shape: Shape, rows: int) -> None:
-    ids = ((0,),) * 19 + ((shape[0] - 1,),)
+def test_product_of_few_rows_has_the_bits_of_the_grouped_one(shape: Shape, count: int, rows: int) -> None:
+    ids = ((0,),) * count + ((shape[0] - 1,),)
     many, few = make(shape, ids), make(shape, ids, align=rows)
     expected = grouped_gemm(many.operand, many.matrix, many.groups, out=many.out())
     out = decode_gemm(few.operand, few.matrix, few.groups, out=few.out())
