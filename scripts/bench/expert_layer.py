@@ -268,7 +268,9 @@ def layers(problem: Problem, weights: Weights, flops_s: float, repeats: int) -> 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--tokens", type=int, nargs="+", default=[32, 64, 256, 512, 1024, 2048, 4096, 8192, 65536, 131072])
+    parser.add_argument(
+        "--tokens", type=int, nargs="+", default=[32, 64, 256, 512, 1024, 2048, 4096, 8192, 65536, 131072]
+    )
     parser.add_argument(
         "--loads", nargs="+", default=["balanced", "zipf", "hot"], choices=["balanced", "zipf", "hot"]
     )
