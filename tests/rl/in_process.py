@@ -90,6 +90,14 @@ def leave_groups(sampler: Sampler) -> None:
         finalizer.detach()
 
 
+def _without_groups_of_dense_models() -> None:
+    """A dense model's engine makes process groups without one for experts, which later engines would take over."""
+    import vllm.distributed.parallel_state as groups
+
+    if groups.model_parallel_is_initialized() and groups._EP is None:
+        groups.destroy_model_parallel()
+
+
 def _start_group(actor_class: Any, name: str, config: Any, folder: Path, *args: Any, **options: Any) -> Here:
     assert config.processes == 1
     return start_actor(actor_class, name, config.threads, folder / name, *args)
@@ -136,3 +144,4 @@ def engines_in_process() -> Iterator[None]:
             yield
         finally:
             _ACTORS.clear()
+            _without_groups_of_dense_models()
