@@ -39,7 +39,7 @@ def _products(target: int) -> Iterator[Compilation]:
     from kernels.triton.backward import _weight_gradient
     from kernels.triton.decode_gemm import decode_product
     from kernels.triton.grouped_gemm import grouped_product
-    from kernels.triton.tuning import EMULATED, NATIVE, GroupedTile, decode_tile
+    from kernels.triton.tuning import DECODE, EMULATED, NATIVE, GroupedTile
 
     pointers = {
         "ga_ptr": "*fp32",
@@ -100,7 +100,7 @@ def _products(target: int) -> Iterator[Compilation]:
         (64, "FC1", fc1),
         (128, "FC2", fc2),
     ):
-        few = decode_tile(rows)
+        few = DECODE[rows]
         options = {"num_warps": few.warps, "maxnreg": few.registers}
         constants = {"N": features, "K": width, "BM": rows, "STAGES": few.stages}
         constants |= {"AFTER": name == "FC2" and rows < 128, "REPORT": name == "FC1"}

@@ -24,9 +24,7 @@ from kernels.triton.grouping import ExpertGroups
 from kernels.triton.matrix import ExpertMatrix
 from kernels.triton.operand import GroupedOperand
 from kernels.triton.tiles import TILE, load_tile
-from kernels.triton.tuning import DecodeTile, decode_tile
-
-ROWS = (16, 32, 64, 128)  # of a tile
+from kernels.triton.tuning import DECODE
 
 
 def decode_gemm(
@@ -35,7 +33,6 @@ def decode_gemm(
     groups: ExpertGroups,
     *,
     out: torch.Tensor,
-    tile: DecodeTile | None = None,
     after: torch.Tensor | None = None,
     finished: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -54,12 +51,14 @@ def decode_gemm(
         raise ValueError(
             f"products of few rows need a decoded operand and weights of multiples of {TILE}, got {weight.shape}"
         )
-    if groups.align not in ROWS:
-        raise ValueError(f"products of few rows need groups aligned to one of {ROWS}, got {groups.align}")
+    if groups.align not in DECODE:
+        raise ValueError(
+            f"products of few rows need groups aligned to one of {list(DECODE)}, got {groups.align}"
+        )
     check_operand(operand.decoded, operand.outer_scales, weight, groups, out)
     if not groups.rows:
         return out
-    tile = tile or decode_tile(groups.align)
+    tile = DECODE[groups.align]
     decode_product[(groups.tile_expert.numel() * (features // TILE),)](
         operand.decoded,
         operand.outer_scales,
@@ -74,7 +73,7 @@ def decode_gemm(
         groups.starts if finished is None else finished,
         N=features,
         K=width,
-        BM=groups.align,
+        BM=tile.rows,
         AFTER=after is not None,
         REPORT=finished is not None,
         STAGES=tile.stages,

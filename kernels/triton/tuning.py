@@ -27,8 +27,9 @@ class GroupedTile:
 
 @dataclass(frozen=True)
 class DecodeTile:
-    """For the product of few rows; registers: the most that a thread may take."""
+    """For the product of few rows: so many of an expert at a time. registers: the most that a thread may take."""
 
+    rows: int
     stages: int = 3
     warps: int = 4
     registers: int | None = None
@@ -42,6 +43,16 @@ _SHORT, _MANY = 1024, 200_000  # elements along K; rows
 EMULATED = (_NARROW, _WIDE, GroupedTile(128, 256, 64, 4, 8, 2))
 NATIVE = (GroupedTile(128, 128, 256, 3, 4, 1), GroupedTile(128, 128, 256, 2, 4, 1))
 INTERPRETED = GroupedTile(128, 128, 128, 1, 4, 1)
+
+# Each with the rows that an expert has on average, up to which it is the fastest. More rows share the decoding of a
+# weight, and more of them are padding. Where registers are bounded, one more program fits a processor.
+_FEW = (
+    (10, DecodeTile(16, registers=96)),  # the fewest rows that the tensor core takes
+    (32, DecodeTile(32)),
+    (128, DecodeTile(64, registers=168)),
+    (256, DecodeTile(128, stages=2)),
+)
+DECODE = {tile.rows: tile for _, tile in _FEW}
 
 Key = tuple[str, bool, int, int, int]
 _measured: dict[Key, GroupedTile] = {}
@@ -63,18 +74,9 @@ def few_rows(slots: int, num_experts: int, *, compact: bool = False) -> bool:
 
 
 def rows_of_few(slots: int, num_experts: int) -> int:
-    """How many rows of an expert are multiplied at a time, at least 16, the fewest that the tensor core takes. More of
-    them share the decoding of a weight, and more of them are padding (kernels/README.md has the times).
-    """
+    """How many rows of an expert are multiplied at a time by that product."""
     average = slots / num_experts
-    return next((rows for most, rows in ((10, 16), (32, 32), (128, 64)) if average <= most), 128)
-
-
-def decode_tile(rows: int) -> DecodeTile:
-    """For tiles of so many rows. So few registers that one more program fits a processor: seven of 16 rows, three of
-    64.
-    """
-    return DecodeTile(stages=2) if rows == 128 else DecodeTile(registers={16: 96, 64: 168}.get(rows))
+    return next((tile.rows for most, tile in _FEW if average <= most), _FEW[-1][1].rows)
 
 
 def measure(

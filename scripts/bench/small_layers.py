@@ -19,7 +19,6 @@ from kernels.catalogue import named_spec
 from kernels.guard import NonFiniteGuard
 from kernels.layer_input import LayerShape, synthetic_layer
 from kernels.triton import layer, tuning
-from kernels.triton.decode_gemm import ROWS
 
 SPECS = ("minite", "minite_expert")
 MANY = 1600
@@ -40,7 +39,7 @@ def run(spec_name: str, shape: LayerShape, masters: torch.dtype, compact: bool) 
     prepared = layer.prepare(layer.quantize(w13, w2, spec), spec, compact=compact)
     guard = NonFiniteGuard(0, shape.experts)
     tiles = {tuning.rows_of_few(tokens * shape.top_k, shape.experts) for tokens in FEW}
-    if tiles != set(ROWS) or tuning.few_rows(ids.numel(), shape.experts, compact=True):
+    if tiles != set(tuning.DECODE) or tuning.few_rows(ids.numel(), shape.experts, compact=True):
         raise ValueError(f"{shape} does not take every way: tiles of {sorted(tiles)} rows")
     many = layer.forward(x, ids, p, prepared, spec, guard)
     for tokens in FEW:
