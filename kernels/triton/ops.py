@@ -173,13 +173,12 @@ def run_experts(
     compact = w13.decoded is None or w2.decoded is None
     few = w13.decodes and w2.decodes and tuning.few_rows(slots, num_experts, compact=compact)
     align = tuning.rows_of_few(slots, num_experts) if few else ALIGN
-    product = decode_gemm if few else grouped_gemm
     # Copies must be older than the groups: see `permute_quantize` and `combine`.
     x, topk_weights = x if isinstance(x, PackedRows) else plain(x), topk_weights.contiguous()
     groups = group(topk_ids, num_experts, align)
-    if (
-        align == ALIGN
-    ):  # so many that to look up the row of each slot takes longer than to permute padding as well
+    if align == ALIGN:
+        # So many that to look up the row of each slot would take longer than to permute padding as well.
+        product = decode_gemm if few else grouped_gemm
         return combine(_steps(x, groups, w13, w2, bad, product=product)[2], groups, topk_weights, _SPEC)
     # Not memory of the steps, some of whose programs may still be at work when others are combined.
     output = torch.empty(len(topk_ids), w2.shape[1], dtype=torch.bfloat16, device=topk_ids.device)

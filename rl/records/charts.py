@@ -41,10 +41,8 @@ _STYLE: dict[Any, Any] = {
     "svg.hashsalt": "minite",
 }
 _INCHES = (6.2, 3.3)
-_LEFT, _RIGHT = (
-    0.01,
-    0.025,
-)  # free at the sides, as shares of the width; half the last step's number is on the right
+# Free at the sides, as shares of the width; half the last step's number is on the right.
+_LEFT, _RIGHT = 0.01, 0.025
 _COLUMNS = 3  # of the legend
 _SMOOTHED = 40  # points from which on a curve has a moving average
 SMOOTHING = (
