@@ -37,9 +37,8 @@ def compilations() -> Iterator[Compilation]:
 
 def _products(target: int) -> Iterator[Compilation]:
     from kernels.triton.backward import _weight_gradient
-    from kernels.triton.decode_gemm import decode_product
     from kernels.triton.grouped_gemm import grouped_product
-    from kernels.triton.tuning import DECODE, EMULATED, NATIVE, GroupedTile
+    from kernels.triton.tuning import EMULATED, NATIVE, GroupedTile
 
     pointers = {
         "ga_ptr": "*fp32",
@@ -80,39 +79,7 @@ def _products(target: int) -> Iterator[Compilation]:
                 yield grouped(tile, False, features, width)
     if target >= 100:
         return
-    types = {
-        "x_ptr": "*fp16",
-        "ga_ptr": "*fp32",
-        "words_ptr": "*i32",
-        "scales_ptr": "*fp8e4nv",
-        "gb_ptr": "*fp32",
-        "out_ptr": "*bf16",
-        "tile_expert_ptr": "*i32",
-        "starts_ptr": "*i32",
-        "counts_ptr": "*i32",
-        "after_ptr": "*i32",
-        "finished_ptr": "*i32",
-    }
-    fc1, fc2 = (2 * FFN, HIDDEN), (HIDDEN, FFN)
-    for rows, name, (features, width) in (
-        (16, "FC1", fc1),
-        (16, "FC2", fc2),
-        (64, "FC1", fc1),
-        (128, "FC2", fc2),
-    ):
-        few = DECODE[rows]
-        options = {"num_warps": few.warps, "maxnreg": few.registers}
-        constants = {"N": features, "K": width, "BM": rows, "STAGES": few.stages}
-        constants |= {"AFTER": name == "FC2" and rows < 128, "REPORT": name == "FC1"}
-        yield Compilation(
-            f"product of few rows, {name}, by {rows}",
-            target,
-            decode_product,
-            types,
-            constants,
-            options,
-            _WGMMA,
-        )
+    yield from _packed_products(target, pointers)
     types = {
         "d_y_desc": "tensordesc<bf16[64, 128]>",
         "x_desc": "tensordesc<bf16[64, 256]>",
@@ -123,6 +90,34 @@ def _products(target: int) -> Iterator[Compilation]:
     constants = {"N": HIDDEN, "K": FFN, "BN": 128, "BK": 256, "ROWS": 64, "STAGES": 4}
     constants |= {"SCALED": False, "BF16": False}
     yield Compilation("weight gradient", target, _weight_gradient, types, constants, {"num_warps": 8}, _WGMMA)
+
+
+def _packed_products(target: int, pointers: dict[str, str]) -> Iterator[Compilation]:
+    """Those that read 4 bits, in every tile. pointers: of what they share with the others."""
+    from kernels.triton.decode_gemm import decode_product
+    from kernels.triton.packed_gemm import packed_product
+    from kernels.triton.tuning import DECODE, PACKED
+
+    types = pointers | {"words_ptr": "*i32", "scales_ptr": "*fp8e4nv"}
+    few = types | {name: "*i32" for name in ("counts_ptr", "after_ptr", "finished_ptr")}
+    few |= {"x_ptr": "*fp16", "out_ptr": "*bf16"}
+    del few["E"]
+    for name, features, width in (("FC1", 2 * FFN, HIDDEN), ("FC2", HIDDEN, FFN)):
+        for rows, tile in (DECODE | PACKED).items():
+            constants = {"N": features, "K": width, "BM": rows, "STAGES": tile.stages}
+            options = {"num_warps": tile.warps, "maxnreg": tile.registers}
+            title = f"product of 4-bit weights, {name}, {rows} rows"
+            if rows in DECODE:
+                constants |= {"AFTER": name == "FC2", "REPORT": name == "FC1"}
+                yield Compilation(title, target, decode_product, few, constants, options, _WGMMA)
+                continue
+            descriptors = {
+                "x_desc": f"tensordesc<fp16[{rows}, 64]>",
+                "out_desc": "tensordesc<bf16[64, 128]>",
+            }
+            constants["PROGRAMS"] = 132 * tile.programs_per_processor
+            options["num_stages"] = tile.stages
+            yield Compilation(title, target, packed_product, types | descriptors, constants, options, _WGMMA)
 
 
 def _quantisers(target: int) -> Iterator[Compilation]:

@@ -9,6 +9,8 @@ missing, or one that must not be is there; 2 where Triton cannot be used.
 The quantisers must divide with `div.rn`, never `div.full`, and must not fuse a product and a sum that are written
 apart: more fused multiply-adds in the PTX than in the LLVM code, where the written ones stand by name, mean that.
 
+Operands that Hopper's tensor core reads from registers must stay there until it has (`kernels.machine_code`).
+
 Kernels with products on tensor cores must not divide integers by what is known at run time alone: sums in a loop with
 such a division were wrong (`kernels.triton.outside.attention_gradient`).
 
@@ -26,7 +28,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from kernels.compilations import Compilation, compilations
+from kernels.machine_code import disassembled, overwritten_operands
 
+HEADER = ("kernel", "target", "tensor core", "operands in registers", "copies", "arithmetic", "")
 ONES = (90, 100)  # targets for which that is checked: those of Blackwell differ only behind it
 
 
@@ -35,6 +39,8 @@ class Evidence:
     compilation: Compilation
     found: dict[str, int]  # occurrences in the PTX
     fused: int  # multiply-adds beyond those written
+    in_registers: int  # products on Hopper's tensor core with an operand in registers
+    overwritten: int  # instructions that may write one before it has been read
 
     @property
     def passed(self) -> bool:
@@ -42,7 +48,7 @@ class Evidence:
         present = needed is None or self.found["needed"] > 0
         inexact = self.compilation.exact and (self.found["div.full"] or self.fused)
         divides = needed is not None and self.found["integer divisions"]
-        return present and not inexact and not divides and not self.found["trap"]
+        return present and not (inexact or divides or self.overwritten or self.found["trap"])
 
 
 def check(compilation: Compilation) -> Evidence:
@@ -67,7 +73,12 @@ def check(compilation: Compilation) -> Evidence:
     written = len(re.findall(r"call[^\n]*@llvm\.(?:nvvm\.)?fma", llvm)) + len(
         re.findall(r"fma\.rn\.sat", ptx)
     )
-    return Evidence(compilation, found, len(re.findall(r"\bfma\.rn", ptx)) - written)
+    fused = len(re.findall(r"\bfma\.rn", ptx)) - written
+    if "wgmma.mma_async" not in ptx:
+        return Evidence(compilation, found, fused, 0, 0)
+    code = disassembled(compiled.asm["cubin"])
+    in_registers = len(re.findall(r"\bHGMMA\S+ R\d+, R\d+,", code))
+    return Evidence(compilation, found, fused, in_registers, len(overwritten_operands(code)))
 
 
 def source_of(compilation: Compilation, types: dict[str, str], constants: dict[str, Any]) -> Any:
@@ -121,6 +132,7 @@ def report(evidence: Evidence) -> tuple[str, ...]:
         compilation.name,
         f"sm_{compilation.target}a",
         instruction,
+        f"{evidence.in_registers}, {evidence.overwritten} overwritten" if evidence.in_registers else "-",
         f"{found['bulk copies']} bulk, {found['scale copies']} tcgen05.cp" if compilation.needed else "-",
         exact if compilation.exact else "-",
         "ok" if evidence.passed else "MISSING",
@@ -142,7 +154,7 @@ def main(arguments: Sequence[str] = (), write: Callable[[str], object] = print) 
     write(f"triton {triton.__version__}, shapes of Qwen3-30B-A3B")
     from triton.compiler.errors import CompilationError
 
-    table: list[tuple[str, ...]] = [("kernel", "target", "tensor core", "copies", "arithmetic", "")]
+    table: list[tuple[str, ...]] = [HEADER]
     good, errors = True, []
     for compilation in compilations():
         try:
@@ -151,7 +163,7 @@ def main(arguments: Sequence[str] = (), write: Callable[[str], object] = print) 
             evidence = check(compilation)
         except CompilationError as error:
             errors.append(f"{compilation.name}, sm_{compilation.target}a: {error}")
-            table.append((compilation.name, f"sm_{compilation.target}a", "-", "-", "-", "FAILS"))
+            table.append((compilation.name, f"sm_{compilation.target}a", *["-"] * (len(HEADER) - 3), "FAILS"))
         else:
             good &= evidence.passed
             table.append(report(evidence))

@@ -15,8 +15,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from kernels.triton.codec import COMPILED
-from kernels.triton.grouped_gemm import as_stored, to_bf16
+from kernels.triton.codec import COMPILED, as_stored, to_bf16
 from kernels.triton.grouping import ALIGN, ExpertGroups
 from kernels.triton.permute import clear_padding
 

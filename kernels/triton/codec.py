@@ -10,6 +10,7 @@ rounds otherwise), a function has two bodies, chosen by `COMPILED`; the interpre
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 
@@ -21,6 +22,11 @@ MAGNITUDES_HIGH = tl.constexpr(0x46444240)
 INTEGER = tl.constexpr(8388608.0)  # 2^23: from here to 2^24 FP32 numbers are the integers
 INFINITY_BITS = tl.constexpr(0x7F800000)
 ZERO_GROUP_BELOW = tl.constexpr(7.888609052210118e-31)  # 2^-100
+
+
+def as_stored(out: torch.Tensor) -> torch.Tensor:
+    """bfloat16 as the kernels store it: in the interpreter, whose cast truncates, as its bits."""
+    return out if COMPILED.value else out.view(torch.int16)
 
 
 # $0: what was found; $1: where; $2: the least.
@@ -264,6 +270,15 @@ def magnitudes_to_f16(codes):
         permute_bytes(high, zero, 0x1404),
         permute_bytes(high, zero, 0x3424),
     )
+
+
+@triton.jit
+def to_bf16(x):
+    """float32 -> bfloat16, nearest-even; in the interpreter its bits, for `as_stored`."""
+    if COMPILED:
+        return x.to(tl.bfloat16)
+    else:
+        return round_bf16(x).to(tl.int16)
 
 
 @triton.jit

@@ -13,16 +13,17 @@ import triton.language as tl
 
 from kernels.triton.codec import (
     COMPILED,
+    as_stored,
     end_behind_kernel_before,
     let_next_kernel_start,
     report_finished,
+    to_bf16,
     wait_for_kernel_before,
     wait_until,
 )
-from kernels.triton.grouped_gemm import as_stored, check_operand, to_bf16
 from kernels.triton.grouping import ExpertGroups
 from kernels.triton.matrix import ExpertMatrix
-from kernels.triton.operand import GroupedOperand
+from kernels.triton.operand import GroupedOperand, check_operand
 from kernels.triton.tiles import TILE, load_tile
 from kernels.triton.tuning import DECODE
 
@@ -131,7 +132,7 @@ def decode_product(
         acc = tl.zeros((128, BM), tl.float32)
         for k in tl.range(0, K_TILES, num_stages=STAGES):
             x = tl.load(x_at + k * 128, mask=inside[:, None], other=0.0)
-            acc = tl.dot(load_tile(words_at, scales_at, k), x.T, acc)
+            acc = tl.dot(load_tile(words_at, scales_at, k, True), x.T, acc)
         value = to_bf16(acc * (ga[None, :] * gb[:, None]))
         tl.store(out_ptr + rows[None, :] * N + columns[:, None], value, mask=inside[None, :])
         if REPORT:

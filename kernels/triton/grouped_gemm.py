@@ -10,18 +10,18 @@ for one output element depends on K alone: not on the tile, the row's place, or 
 
 from __future__ import annotations
 
-import functools
-
 import torch
 import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels.swizzle import swizzled_size
-from kernels.triton.codec import COMPILED, round_bf16
+from kernels.triton.codec import COMPILED, as_stored, to_bf16
 from kernels.triton.grouping import ExpertGroups
 from kernels.triton.matrix import ExpertMatrix
-from kernels.triton.operand import GroupedOperand
+from kernels.triton.operand import GroupedOperand, check_operand
+from kernels.triton.packed_gemm import packed_gemm
+from kernels.triton.support import processors
 from kernels.triton.tuning import GroupedTile, grouped_tile
 
 
@@ -36,10 +36,13 @@ def grouped_gemm(
     """The grouped rows of `operand` [R, K] times their experts' `weight` [E, N, K], into `out`, bfloat16 [R, N].
 
     Padding rows up to groups.starts[E] become zero, later rows are left as they are. Native where `weight` is, which
-    needs a packed operand, else a decoded one; a compact weight is decoded first. tile: instead of
-    `kernels.triton.tuning`'s choice. Does not wait for the device. Raises ValueError for operands that do not fit.
+    needs a packed operand, else a decoded one; a compact weight is read as it is, by `packed_gemm`. tile: of the other
+    ones, instead of `kernels.triton.tuning`'s choice. Does not wait for the device. Raises ValueError for operands that
+    do not fit.
     """
     native = weight.native
+    if weight.compact:
+        return packed_gemm(operand, weight, groups, out=out)
     experts, features, width = weight.shape
     elements = operand.codes if native else operand.decoded
     if elements is None:
@@ -51,7 +54,7 @@ def grouped_gemm(
     if not groups.rows:
         return out
     depth = tile.depth // 2 if native else tile.depth  # entries of a row of operands
-    a, w = (operand.codes, weight.codes) if native else (operand.decoded, weight.elements())
+    a, w = (operand.codes, weight.codes) if native else (operand.decoded, weight.decoded)
     a_scales = w_scales = None
     if native:
         assert operand.block_scales is not None and weight.block_scales is not None
@@ -86,59 +89,12 @@ def grouped_gemm(
     return out
 
 
-def check_operand(
-    elements: torch.Tensor,
-    outer: torch.Tensor,
-    weight: ExpertMatrix,
-    groups: ExpertGroups,
-    out: torch.Tensor,
-    codes_per_element: int = 1,
-) -> None:
-    """Raises ValueError unless rows, weights, groups and output fit each other."""
-    experts, features, width = weight.shape
-    expected = {
-        "elements": (elements, (groups.rows, width // codes_per_element)),
-        "outer scales": (outer, (groups.rows,)),
-        "expert counts": (groups.counts, (experts,)),
-        "output": (out, (groups.rows, features)),
-    }
-    for name, (tensor, shape) in expected.items():
-        if tuple(tensor.shape) != shape or not tensor.is_contiguous():
-            raise ValueError(
-                f"{name} must be contiguous {shape} for weights {weight.shape}, got {tuple(tensor.shape)}"
-            )
-    if out.dtype is not torch.bfloat16:
-        raise ValueError(f"the output must be bfloat16, got {out.dtype}")
-    if experts * features >= 2**31:
-        raise ValueError(f"{experts} x {features} weight rows do not fit 32-bit row numbers")
-
-
-def as_stored(out: torch.Tensor) -> torch.Tensor:
-    """bfloat16 as the kernels store it: in the interpreter, whose cast truncates, as its bits."""
-    return out if COMPILED.value else out.view(torch.int16)
-
-
-@functools.cache
-def processors(device: torch.device) -> int:
-    """Of a GPU; in the interpreter a number that shares work out."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
-
-
 def _scale_tiles(scales: torch.Tensor, rows: int, depth: int, width: int) -> TensorDescriptor:
     """Swizzled block scales of rows of `width` elements as [1, tiles of 128 rows, tiles of 64 elements, 2, 256]."""
     columns = -(-width // 64)
     tiles = scales.numel() // (swizzled_size(128, 4) * columns)
     view = scales.view(torch.float8_e4m3fn).view(1, tiles, columns, 2, 256)
     return TensorDescriptor.from_tensor(view, [1, rows // 128, depth // 64, 2, 256])
-
-
-@triton.jit
-def to_bf16(x):
-    """float32 -> bfloat16, nearest-even; in the interpreter its bits, for `as_stored`."""
-    if COMPILED:
-        return x.to(tl.bfloat16)
-    else:
-        return round_bf16(x).to(tl.int16)
 
 
 @triton.jit

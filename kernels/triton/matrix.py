@@ -23,9 +23,9 @@ class ExpertMatrix:
 
     outer: float32 [E, N], the decode scale g of every feature
     decoded: float16 [E, N, K], code times block scale, exact; for the emulated grouped product; None where the matrix
-        is compact: each such product then decodes `words`
-    words, word_scales: int32 and uint8, E*N*K/8 and E*N*K/16 of them in the order of `pack_tiles`; for the product of
-        few rows; None where N or K is no multiple of 128
+        is compact
+    words, word_scales: int32 and uint8, E*N*K/8 and E*N*K/16 of them in the order of `pack_tiles`; for products that
+        read 4 bits; None where N or K is no multiple of 128
     codes, block_scales: uint8 [E, N, K/2] and uint8 [E, bytes], swizzled; for the native product
     """
 
@@ -42,8 +42,13 @@ class ExpertMatrix:
         return self.codes is not None
 
     @property
-    def decodes(self) -> bool:
-        """Whether the product of few rows can read it."""
+    def compact(self) -> bool:
+        """Whether it is held in 4 bits alone, for products that read it so."""
+        return self.decoded is None and not self.native
+
+    @property
+    def packed(self) -> bool:
+        """Whether products that read 4 bits can read it."""
         return self.words is not None
 
     @classmethod
@@ -81,13 +86,6 @@ class ExpertMatrix:
         outer = outer_scales.expand(shape[:2]).contiguous()
         decoded = None if compact else decode_tiles(words, word_scales, shape)
         return cls(outer, shape, decoded, words, word_scales)
-
-    def elements(self) -> torch.Tensor:
-        """`decoded`; of a compact matrix anew in each call. Not for a native one."""
-        if self.decoded is not None:
-            return self.decoded
-        assert self.words is not None and self.word_scales is not None
-        return decode_tiles(self.words, self.word_scales, self.shape)
 
     def derived(self) -> dict[str, torch.Tensor]:
         """What holds the weights, once, by the names of the fields: the same for a compact matrix and another one."""

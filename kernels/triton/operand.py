@@ -15,6 +15,7 @@ import triton.language as tl
 from kernels.quantize import QuantizedTensor
 from kernels.swizzle import swizzled_size, unswizzle_128x4
 from kernels.triton.grouping import ExpertGroups
+from kernels.triton.matrix import ExpertMatrix
 
 BLOCK = 16
 
@@ -51,6 +52,33 @@ def empty_operand(groups: ExpertGroups, width: int, *, packed: bool, decoded: bo
         torch.empty(rows, dtype=torch.float32, device=device),
         torch.empty(rows, dtype=torch.bool, device=device),
     )
+
+
+def check_operand(
+    elements: torch.Tensor,
+    outer: torch.Tensor,
+    weight: ExpertMatrix,
+    groups: ExpertGroups,
+    out: torch.Tensor,
+    codes_per_element: int = 1,
+) -> None:
+    """Raises ValueError unless rows, weights, groups and output fit each other."""
+    experts, features, width = weight.shape
+    expected = {
+        "elements": (elements, (groups.rows, width // codes_per_element)),
+        "outer scales": (outer, (groups.rows,)),
+        "expert counts": (groups.counts, (experts,)),
+        "output": (out, (groups.rows, features)),
+    }
+    for name, (tensor, shape) in expected.items():
+        if tuple(tensor.shape) != shape or not tensor.is_contiguous():
+            raise ValueError(
+                f"{name} must be contiguous {shape} for weights {weight.shape}, got {tuple(tensor.shape)}"
+            )
+    if out.dtype is not torch.bfloat16:
+        raise ValueError(f"the output must be bfloat16, got {out.dtype}")
+    if experts * features >= 2**31:
+        raise ValueError(f"{experts} x {features} weight rows do not fit 32-bit row numbers")
 
 
 def packed_rows(operand: GroupedOperand, rows: torch.Tensor) -> QuantizedTensor:

@@ -25,6 +25,7 @@ from kernels.triton.grouped_gemm import grouped_gemm
 from kernels.triton.grouping import ALIGN, ExpertGroups, capacity, group
 from kernels.triton.matrix import ExpertMatrix
 from kernels.triton.operand import GroupedOperand, packed_rows
+from kernels.triton.packed_gemm import packed_gemm
 from kernels.triton.packed_rows import permute_packed
 from kernels.triton.quantize import permute_quantize
 from kernels.triton.support import plain
@@ -170,15 +171,16 @@ def run_experts(
     are added.
     """
     slots, num_experts = topk_ids.numel(), w13.shape[0]
-    compact = w13.decoded is None or w2.decoded is None
-    few = w13.decodes and w2.decodes and tuning.few_rows(slots, num_experts, compact=compact)
-    align = tuning.rows_of_few(slots, num_experts) if few else ALIGN
+    packed = (
+        w13.packed and w2.packed and (w13.compact or w2.compact or tuning.reads_packed(slots, num_experts))
+    )
+    align = tuning.packed_rows(slots, num_experts) if packed else ALIGN
     # Copies must be older than the groups: see `permute_quantize` and `combine`.
     x, topk_weights = x if isinstance(x, PackedRows) else plain(x), topk_weights.contiguous()
     groups = group(topk_ids, num_experts, align)
-    if align == ALIGN:
+    if align not in tuning.DECODE:
         # So many that to look up the row of each slot would take longer than to permute padding as well.
-        product = decode_gemm if few else grouped_gemm
+        product = packed_gemm if packed else grouped_gemm
         return combine(_steps(x, groups, w13, w2, bad, product=product)[2], groups, topk_weights, _SPEC)
     # Not memory of the steps, some of whose programs may still be at work when others are combined.
     output = torch.empty(len(topk_ids), w2.shape[1], dtype=torch.bfloat16, device=topk_ids.device)
@@ -223,7 +225,7 @@ def _steps(
     keep_act: bool = False,
     product: _Product = grouped_gemm,
 ) -> _Steps:
-    """Rows are permuted with their padding; `product` for groups aligned to `ALIGN`."""
+    """Rows are permuted with their padding."""
     native, quantizer, seen = w13.native, _SPEC.activation, listened_to()
     assert quantizer is not None
     packed, decoded = native or seen, not native

@@ -17,8 +17,8 @@ from kernels.quantizer_spec import Rounding
 from kernels.spec import ExecutionSpec
 from kernels.triton import per_tensor
 from kernels.triton.backward import Gradients, input_gradient, sum_slots, weight_gradient
-from kernels.triton.codec import round_bf16
-from kernels.triton.grouped_gemm import as_stored, grouped_gemm, to_bf16
+from kernels.triton.codec import as_stored, round_bf16, to_bf16
+from kernels.triton.grouped_gemm import grouped_gemm
 from kernels.triton.grouping import ExpertGroups
 from kernels.triton.matrix import ExpertMatrix
 from kernels.triton.operand import GroupedOperand

@@ -6,8 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.triton.codec import to_f32
-from kernels.triton.grouped_gemm import as_stored, to_bf16
+from kernels.triton.codec import as_stored, to_bf16, to_f32
 from kernels.triton.grouping import ExpertGroups
 
 _ROWS = 16  # of a program of `_clear_padding`

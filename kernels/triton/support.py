@@ -72,6 +72,12 @@ def words(x: torch.Tensor) -> torch.Tensor:
     return plain(x.detach()).view(torch.int32)
 
 
+@functools.cache
+def processors(device: torch.device) -> int:
+    """Of a GPU; in the interpreter a number that shares work out."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
+
+
 def check_bad_counts(bad_counts: torch.Tensor | None, num_experts: int, device: torch.device) -> None:
     """Raises ValueError for counts that kernels cannot add to."""
     if bad_counts is None:

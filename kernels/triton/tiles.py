@@ -1,6 +1,7 @@
 """Weights in contiguous tiles of 128 features by 128 elements, ordered as the tensor core's registers want them.
 
-A decoded word of a tile never leaves its thread on the way into a product (`kernels.triton.decode_gemm`).
+A decoded word of a tile never leaves its thread on the way into a product (`kernels.triton.decode_gemm`,
+`kernels.triton.packed_gemm`).
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from triton.language.target_info import cuda_capability_geq
 
 from kernels.triton.codec import COMPILED
 
@@ -111,6 +113,16 @@ _DECODE = tl.constexpr("""
     mov.b32 {$6, $7}, v;
 }
 """)
+# Not pure, so that it stands where it is among products, which are not either.
+_BEHIND_PRODUCTS = tl.constexpr("""
+{
+    wgmma.wait_group.sync.aligned 0;
+    mov.b32 $0, $4;
+    mov.b32 $1, $5;
+    mov.b32 $2, $6;
+    mov.b32 $3, $7;
+}
+""")
 _CONSTRAINTS = tl.constexpr("=h,=h,=h,=h,=h,=h,=h,=h,r,h,h")
 
 
@@ -128,8 +140,26 @@ def _element(words, scales, i: tl.constexpr):
 
 
 @triton.jit
-def decoded_tile(words, upper, lower):
-    """int32 words [2, 2, 4, 8, 4, 4] and the scales of their two rows -> float16 [128, 128], code times block scale."""
+def behind_products(words):
+    """int32 words, to be decoded into registers once no product reads any.
+
+    Hopper's tensor core reads an operand in registers some time after the product is launched. Neither Triton 3.6 nor
+    ptxas keeps the next turn of a loop from writing to them before (Triton's issue 9433).
+    """
+    if COMPILED and not cuda_capability_geq(10):
+        return tl.inline_asm_elementwise(_BEHIND_PRODUCTS, "=r,=r,=r,=r,r,r,r,r", [words], tl.int32, False, 4)
+    return words
+
+
+@triton.jit
+def decoded_words(words, scales, HALVES: tl.constexpr):
+    """int32 words [2, HALVES, 4, 8, 4, 4] and their block scales [2, HALVES, 4, 8, 4, 2], flat, in the order of
+    `pack_tiles` -> float16 [128, 64 HALVES], features by elements, code times block scale.
+    """
+    words = words.reshape(2, HALVES, 4, 8, 4, 4)
+    upper, lower = tl.split(scales.to(tl.float16).reshape(2, HALVES, 4, 8, 4, 2))
+    upper = tl.broadcast_to(upper[:, :, :, :, None, :], (2, HALVES, 4, 8, 4, 4))
+    lower = tl.broadcast_to(lower[:, :, :, :, None, :], (2, HALVES, 4, 8, 4, 4))
     if COMPILED:
         v0, v1, v2, v3, v4, v5, v6, v7 = tl.inline_asm_elementwise(
             _DECODE, _CONSTRAINTS, [words, upper, lower], dtype=(tl.float16,) * 8, is_pure=True, pack=1
@@ -144,18 +174,29 @@ def decoded_tile(words, upper, lower):
     odd = tl.join(tl.join(v1, v5), tl.join(v3, v7))
     # 64 rows, 4 blocks, 16 rows, row, pair, block; row half, pair half, element -> rows; elements
     ordered = tl.permute(tl.join(even, odd), (0, 2, 6, 3, 1, 5, 7, 4, 8))
-    return tl.reshape(ordered, (128, 128))
+    return tl.reshape(ordered, (128, 64 * HALVES))
 
 
 @triton.jit
-def load_tile(words_ptr, scales_ptr, tile):
-    """Tile number `tile` of `pack_tiles` -> float16 [128, 128], features by elements, code times block scale."""
-    words = tl.load(words_ptr + tile * 2048 + tl.arange(0, 2048)).reshape(2, 2, 4, 8, 4, 4)
-    scales = tl.load(scales_ptr + tile * 1024 + tl.arange(0, 1024)).reshape(2, 2, 4, 8, 4, 2)
-    upper, lower = tl.split(scales.to(tl.float16))
-    upper = tl.broadcast_to(upper[:, :, :, :, None, :], (2, 2, 4, 8, 4, 4))
-    lower = tl.broadcast_to(lower[:, :, :, :, None, :], (2, 2, 4, 8, 4, 4))
-    return decoded_tile(words, upper, lower)
+def load_tile(words_ptr, scales_ptr, tile, OPERAND: tl.constexpr):
+    """Tile number `tile` of `pack_tiles` -> float16 [128, 128], features by elements, code times block scale.
+    OPERAND: of a product in a loop.
+    """
+    words = tl.load(words_ptr + tile * 2048 + tl.arange(0, 2048))
+    scales = tl.load(scales_ptr + tile * 1024 + tl.arange(0, 1024))
+    if OPERAND:
+        words = behind_products(words)
+    return decoded_words(words, scales, 2)
+
+
+@triton.jit
+def load_half_tile(words_ptr, scales_ptr, half):
+    """Of tile `half // 2` the first or second 64 elements, [128, 64], as `load_tile` for a product in a loop."""
+    word, scale = tl.arange(0, 1024), tl.arange(0, 512)
+    words_at = half // 2 * 2048 + half % 2 * 512 + word // 512 * 1024 + word % 512
+    scales_at = half // 2 * 1024 + half % 2 * 256 + scale // 256 * 512 + scale % 256
+    words, scales = tl.load(words_ptr + words_at), tl.load(scales_ptr + scales_at)
+    return decoded_words(behind_products(words), scales, 1)
 
 
 @triton.jit
@@ -164,4 +205,6 @@ def _decode_tiles(words_ptr, scales_ptr, decoded_ptr, K: tl.constexpr):
     tile = tl.program_id(0).to(tl.int64)
     rows = tile // (K // 128) * 128 + tl.arange(0, 128)
     columns = tile % (K // 128) * 128 + tl.arange(0, 128)
-    tl.store(decoded_ptr + rows[:, None] * K + columns[None, :], load_tile(words_ptr, scales_ptr, tile))
+    tl.store(
+        decoded_ptr + rows[:, None] * K + columns[None, :], load_tile(words_ptr, scales_ptr, tile, False)
+    )

@@ -26,13 +26,16 @@ class GroupedTile:
 
 
 @dataclass(frozen=True)
-class DecodeTile:
-    """For the product of few rows: so many of an expert at a time. registers: the most that a thread may take."""
+class PackedTile:
+    """For products that read 4 bits: so many rows of an expert at a time, and 128 features. registers: the most that a
+    thread may take.
+    """
 
     rows: int
     stages: int = 3
     warps: int = 4
     registers: int | None = None
+    programs_per_processor: int = 1  # of those that stay
 
 
 # Measured on an H200; kernels/README.md has the numbers.
@@ -44,15 +47,19 @@ EMULATED = (_NARROW, _WIDE, GroupedTile(128, 256, 64, 4, 8, 2))
 NATIVE = (GroupedTile(128, 128, 256, 3, 4, 1), GroupedTile(128, 128, 256, 2, 4, 1))
 INTERPRETED = GroupedTile(128, 128, 128, 1, 4, 1)
 
-# Each with the rows that an expert has on average, up to which it is the fastest. More rows share the decoding of a
-# weight, and more of them are padding. Where registers are bounded, one more program fits a processor.
-_FEW = (
-    (10, DecodeTile(16, registers=96)),  # the fewest rows that the tensor core takes
-    (32, DecodeTile(32)),
-    (128, DecodeTile(64, registers=168)),
-    (256, DecodeTile(128, stages=2)),
-)
-DECODE = {tile.rows: tile for _, tile in _FEW}
+# By rows of a tile. More rows share the decoding of a weight, and more of them are padding. Where registers are
+# bounded, one more program fits a processor.
+DECODE = {
+    16: PackedTile(16, registers=96),
+    32: PackedTile(32),
+}  # 16 are the fewest that the tensor core takes
+PACKED = {
+    64: PackedTile(64, registers=128, programs_per_processor=4),
+    128: PackedTile(128, stages=4, programs_per_processor=2),
+}
+# Up to how many rows an expert has on average a tile is the fastest; above all of them, the last.
+_FASTEST = ((10, 16), (32, 32), (96, 64))
+_FEW = 128  # rows up to which products that read 4 bits are faster than those of decoded weights
 
 Key = tuple[str, bool, int, int, int]
 _measured: dict[Key, GroupedTile] = {}
@@ -66,17 +73,17 @@ def grouped_tile(device: torch.device, rows: int, columns: int, depth: int, *, n
     return _measured.get(_key(device, rows, columns, depth, native), default) if _measured else default
 
 
-def few_rows(slots: int, num_experts: int, *, compact: bool = False) -> bool:
-    """Whether so many token slots are few enough for the product that reads packed weights to be the faster one.
-    compact: the other one would have to decode all weights first.
+def reads_packed(slots: int, num_experts: int) -> bool:
+    """Whether so many token slots are few enough for products that read 4 bits to be the faster ones, where an engine
+    holds the weights decoded too.
     """
-    return slots <= (256 if compact else 128) * num_experts
+    return slots <= _FEW * num_experts
 
 
-def rows_of_few(slots: int, num_experts: int) -> int:
-    """How many rows of an expert are multiplied at a time by that product."""
+def packed_rows(slots: int, num_experts: int) -> int:
+    """How many rows of an expert these products take at a time: a key of DECODE or of PACKED."""
     average = slots / num_experts
-    return next((tile.rows for most, tile in _FEW if average <= most), _FEW[-1][1].rows)
+    return next((rows for most, rows in _FASTEST if average <= most), max(PACKED))
 
 
 def measure(

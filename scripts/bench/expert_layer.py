@@ -10,8 +10,8 @@ Loads: `balanced`, every expert the same count; `zipf`, experts drawn with weigh
 token takes, the others uniform; `trace`, expert ids from a safetensors file with `topk_ids` [N, k], its rows repeated
 as needed. A balanced timing does not predict a learner's: the table says how many experts get a token.
 
-`4 bits` is our layer with weights in 4 bits alone, as a serving engine holds them; with rows few enough for the product
-that reads them there is no difference.
+`4 bits` is ours with weights in 4 bits alone, as a serving engine holds them; with rows few enough there is no
+difference, since the faster products then read them so in any case.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from kernels.triton.decode_gemm import decode_gemm
 from kernels.triton.grouped_gemm import grouped_gemm
 from kernels.triton.grouping import ExpertGroups, group
 from kernels.triton.operand import GroupedOperand
+from kernels.triton.packed_gemm import packed_gemm
 from kernels.triton.quantize import permute_quantize
 from kernels.triton.swiglu import swiglu_quantize
 
@@ -130,8 +131,8 @@ def products(
     those that there are, which the layer then takes too.
     """
     experts = weights.ours.w13.shape[0]
-    few = tuning.few_rows(problem.ids.numel(), experts)
-    groups = group(problem.ids, experts, tuning.rows_of_few(problem.ids.numel(), experts) if few else 128)
+    few = tuning.reads_packed(problem.ids.numel(), experts)
+    groups = group(problem.ids, experts, tuning.packed_rows(problem.ids.numel(), experts) if few else 128)
     rows = []
     for what, matrix, plain in (("FC1", weights.ours.w13, weights.w13), ("FC2", weights.ours.w2, weights.w2)):
         _, features, width = matrix.shape
@@ -152,15 +153,13 @@ def products(
             )
         offsets = groups.starts[1:]
         plain_t = plain.transpose(1, 2)
-        product = decode_gemm if few else grouped_gemm
+        product = grouped_gemm if not few else decode_gemm if groups.align in tuning.DECODE else packed_gemm
         calls: dict[str, Call] = {
             "ours": partial(product, operand, matrix, groups, out=out),
             "grouped_mm": partial(torch._grouped_mm, values, plain_t, offs=offsets),
         }
         if not few:
-            # Weights decoded in every call, where an engine holds them in 4 bits alone.
-            compact = replace(matrix, decoded=None)
-            calls["weights decoded"] = partial(product, operand, compact, groups, out=out)
+            calls["4 bits"] = partial(packed_gemm, operand, matrix, groups, out=out)
         if few:
             # Without padding, which would count against it.
             packed = values[: problem.ids.numel()]
@@ -196,8 +195,8 @@ def products(
 
 
 def decode_counted(problem: Problem, groups: ExpertGroups, ffn: int, product: Row, repeats: int) -> Row:
-    """What decoding costs beside the product: of the activations, which the quantiser writes in 16 bits instead of
-    4.5, and of the weights, where it is done in every call.
+    """The products with what decoding costs: of the activations, which the quantiser writes in 16 bits instead of 4.5;
+    of the weights, in the product itself where they are held in 4 bits alone, else nothing, since that is done once.
     """
     activation = SPEC.activation
     assert activation is not None
@@ -221,7 +220,7 @@ def decode_counted(problem: Problem, groups: ExpertGroups, ffn: int, product: Ro
         times={
             "ours": product.times["ours"] + activations,
             "grouped_mm": product.times["grouped_mm"],
-            "weights decoded": product.times["weights decoded"] + activations,
+            "4 bits": product.times["4 bits"] + activations,
         },
         share=f"activations' decode {activations:.4f}",
     )
@@ -233,7 +232,7 @@ def layers(problem: Problem, weights: Weights, flops_s: float, repeats: int) -> 
     operations = 2 * problem.ids.numel() * hidden * two_ffn * 1.5
     ours, plain = Ours(problem, weights), Bf16(problem, weights)
     calls: dict[str, Call] = {"ours": ours.forward, "bf16": plain.forward}
-    if not tuning.few_rows(problem.ids.numel(), len(weights.w13)):
+    if not tuning.reads_packed(problem.ids.numel(), len(weights.w13)):
         calls["4 bits"] = Ours(problem, weights.compact()).forward
     fused = vllm_experts(problem, weights)
     if fused is not None:

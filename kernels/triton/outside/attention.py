@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from kernels.triton.grouped_gemm import as_stored, to_bf16
+from kernels.triton.codec import as_stored, to_bf16
 from kernels.triton.outside.attention_blocks import Blocks, Tile, tiling
 
 LOG2_E = tl.constexpr(1.4426950408889634)

@@ -10,8 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.triton.codec import to_f32
-from kernels.triton.grouped_gemm import as_stored, processors, to_bf16
+from kernels.triton.codec import as_stored, to_bf16, to_f32
+from kernels.triton.support import processors
 
 _ELEMENTS = 4096  # at a time
 _PROGRAMS = 4  # a processor, for the gradient

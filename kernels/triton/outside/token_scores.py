@@ -12,8 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.triton.codec import bf16_low, round_bf16
-from kernels.triton.grouped_gemm import as_stored, to_bf16
+from kernels.triton.codec import as_stored, bf16_low, round_bf16, to_bf16
 
 _FORWARD, _GRADIENT = 4096, 2048  # logits at a time
 
