@@ -22,7 +22,7 @@ from kernels.triton.matrix import ExpertMatrix
 from kernels.triton.operand import GroupedOperand, check_operand
 from kernels.triton.packed_gemm import packed_gemm
 from kernels.triton.support import processors
-from kernels.triton.tuning import GroupedTile, grouped_tile
+from kernels.triton.tuning import GroupedTile, grouped_tile, reads_packed
 
 
 def grouped_gemm(
@@ -36,14 +36,14 @@ def grouped_gemm(
     """The grouped rows of `operand` [R, K] times their experts' `weight` [E, N, K], into `out`, bfloat16 [R, N].
 
     Padding rows up to groups.starts[E] become zero, later rows are left as they are. Native where `weight` is, which
-    needs a packed operand, else a decoded one; a compact weight is read as it is, by `packed_gemm`. tile: of the other
-    ones, instead of `kernels.triton.tuning`'s choice. Does not wait for the device. Raises ValueError for operands that
-    do not fit.
+    needs a packed operand, else a decoded one; a compact weight is read as it is, by `packed_gemm`, or decoded first
+    where rows are many. tile: for the other ones, instead of `kernels.triton.tuning`'s choice. Does not wait for the
+    device. Raises ValueError for operands that do not fit.
     """
     native = weight.native
-    if weight.compact:
-        return packed_gemm(operand, weight, groups, out=out)
     experts, features, width = weight.shape
+    if weight.compact and reads_packed(groups.rows, experts, compact=True):
+        return packed_gemm(operand, weight, groups, out=out)
     elements = operand.codes if native else operand.decoded
     if elements is None:
         raise ValueError(f"the {'native' if native else 'emulated'} product needs the operand's other form")
@@ -54,7 +54,7 @@ def grouped_gemm(
     if not groups.rows:
         return out
     depth = tile.depth // 2 if native else tile.depth  # entries of a row of operands
-    a, w = (operand.codes, weight.codes) if native else (operand.decoded, weight.decoded)
+    a, w = (operand.codes, weight.codes) if native else (operand.decoded, weight.elements())
     a_scales = w_scales = None
     if native:
         assert operand.block_scales is not None and weight.block_scales is not None

@@ -23,7 +23,7 @@ class ExpertMatrix:
 
     outer: float32 [E, N], the decode scale g of every feature
     decoded: float16 [E, N, K], code times block scale, exact; for the emulated grouped product; None where the matrix
-        is compact
+        is compact: products read `words` then, or decode them first where rows are very many
     words, word_scales: int32 and uint8, E*N*K/8 and E*N*K/16 of them in the order of `pack_tiles`; for products that
         read 4 bits; None where N or K is no multiple of 128
     codes, block_scales: uint8 [E, N, K/2] and uint8 [E, bytes], swizzled; for the native product
@@ -86,6 +86,13 @@ class ExpertMatrix:
         outer = outer_scales.expand(shape[:2]).contiguous()
         decoded = None if compact else decode_tiles(words, word_scales, shape)
         return cls(outer, shape, decoded, words, word_scales)
+
+    def elements(self) -> torch.Tensor:
+        """`decoded`; of a compact matrix anew in each call. Not for a native one."""
+        if self.decoded is not None:
+            return self.decoded
+        assert self.words is not None and self.word_scales is not None
+        return decode_tiles(self.words, self.word_scales, self.shape)
 
     def derived(self) -> dict[str, torch.Tensor]:
         """What holds the weights, once, by the names of the fields: the same for a compact matrix and another one."""

@@ -171,9 +171,8 @@ def run_experts(
     are added.
     """
     slots, num_experts = topk_ids.numel(), w13.shape[0]
-    packed = (
-        w13.packed and w2.packed and (w13.compact or w2.compact or tuning.reads_packed(slots, num_experts))
-    )
+    compact = w13.compact or w2.compact
+    packed = w13.packed and w2.packed and tuning.reads_packed(slots, num_experts, compact=compact)
     align = tuning.packed_rows(slots, num_experts) if packed else ALIGN
     # Copies must be older than the groups: see `permute_quantize` and `combine`.
     x, topk_weights = x if isinstance(x, PackedRows) else plain(x), topk_weights.contiguous()

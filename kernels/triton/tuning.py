@@ -47,19 +47,17 @@ EMULATED = (_NARROW, _WIDE, GroupedTile(128, 256, 64, 4, 8, 2))
 NATIVE = (GroupedTile(128, 128, 256, 3, 4, 1), GroupedTile(128, 128, 256, 2, 4, 1))
 INTERPRETED = GroupedTile(128, 128, 128, 1, 4, 1)
 
-# By rows of a tile. More rows share the decoding of a weight, and more of them are padding. Where registers are
-# bounded, one more program fits a processor.
-DECODE = {
-    16: PackedTile(16, registers=96),
-    32: PackedTile(32),
-}  # 16 are the fewest that the tensor core takes
+# By rows of a tile, of which 16 are the fewest that the tensor core takes. More rows share the decoding of a weight,
+# and more of them are padding. Where registers are bounded, one more program fits a processor.
+DECODE = {16: PackedTile(16, registers=96), 32: PackedTile(32)}
 PACKED = {
     64: PackedTile(64, registers=128, programs_per_processor=4),
     128: PackedTile(128, stages=4, programs_per_processor=2),
 }
 # Up to how many rows an expert has on average a tile is the fastest; above all of them, the last.
-_FASTEST = ((10, 16), (32, 32), (96, 64))
-_FEW = 128  # rows up to which products that read 4 bits are faster than those of decoded weights
+_FASTEST = ((14, 16), (32, 32), (80, 64))
+# Up to how many products that read 4 bits are faster than those of decoded weights, and than to decode them first.
+_FEW, _FEW_IF_COMPACT = 256, 1536
 
 Key = tuple[str, bool, int, int, int]
 _measured: dict[Key, GroupedTile] = {}
@@ -73,11 +71,11 @@ def grouped_tile(device: torch.device, rows: int, columns: int, depth: int, *, n
     return _measured.get(_key(device, rows, columns, depth, native), default) if _measured else default
 
 
-def reads_packed(slots: int, num_experts: int) -> bool:
-    """Whether so many token slots are few enough for products that read 4 bits to be the faster ones, where an engine
-    holds the weights decoded too.
+def reads_packed(rows: int, num_experts: int, *, compact: bool = False) -> bool:
+    """Whether products of so many rows read weights in 4 bits, rather than decoded ones. compact: where those would
+    have to be decoded first.
     """
-    return slots <= _FEW * num_experts
+    return rows <= (_FEW_IF_COMPACT if compact else _FEW) * num_experts
 
 
 def packed_rows(slots: int, num_experts: int) -> int:

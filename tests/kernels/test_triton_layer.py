@@ -87,7 +87,7 @@ def test_what_is_shown_on_the_way_is_the_references(
     """In grouped order, without padding: quantised operands bit for bit (FC2's input as the reference quantises the
     SwiGLU that was shown), FC1, SwiGLU and FC2 but for the order of sums. The output is that of a layer nobody hears.
     """
-    monkeypatch.setattr(tuning, "reads_packed", lambda *_: few)
+    monkeypatch.setattr(tuning, "reads_packed", lambda *_, **__: few)
     case = case_of(shape, "minite")
     found, expected = Seen(), Seen()
     unheard = case.forward()
@@ -116,7 +116,7 @@ def test_what_is_shown_on_the_way_is_the_references(
 def test_a_listener_changes_nothing_about_values_that_are_not_finite(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(tuning, "reads_packed", lambda *_: True)
+    monkeypatch.setattr(tuning, "reads_packed", lambda *_, **__: True)
     case = Case(TILED, named_spec("minite"))
     case.x[1, 3] = torch.nan
     guard = NonFiniteGuard(0, len(case.on_cpu.w13))
@@ -150,19 +150,22 @@ class Seen:
 def test_a_token_has_the_same_bits_in_any_company(shape: LayerShape, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the product of many rows or of few, in tiles of any size, alone or not."""
     case = case_of(shape, "minite")
-    monkeypatch.setattr(tuning, "reads_packed", lambda *_: True)
+    monkeypatch.setattr(tuning, "reads_packed", lambda *_, **__: True)
     alone = case.forward(slice(3, 5))
     monkeypatch.setattr(tuning, "packed_rows", lambda *_: 16)
     few = case.forward()
     monkeypatch.setattr(tuning, "packed_rows", lambda *_: 128)
     assert torch.equal(case.forward(), few)
-    monkeypatch.setattr(tuning, "reads_packed", lambda *_: False)
+    monkeypatch.setattr(tuning, "reads_packed", lambda *_, **__: False)
     many = case.forward()
     assert torch.equal(few[3:5], alone) and torch.equal(many, few)
 
 
-@pytest.mark.parametrize("tokens", [5, *(pytest.param(count, marks=GPU) for count in (100, 700, 1500))])
+@pytest.mark.parametrize(
+    "tokens", [5, *(pytest.param(count, marks=GPU) for count in (100, 700, 3000, 16000))]
+)
 def test_weights_in_4_bits_alone_give_the_same_bits(tokens: int) -> None:
+    """In tiles of any size, and decoded first; beside decoded ones, which many rows take."""
     experts = 2 if tokens == 5 else 8
     case = Case(LayerShape(tokens, hidden=128, ffn=128, experts=experts, top_k=1), named_spec("minite"))
     expected = case.forward()

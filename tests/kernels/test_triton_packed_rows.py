@@ -98,7 +98,7 @@ def test_the_layer_has_the_same_bits(
     shape: LayerShape, few: bool, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What it shows on the way included."""
-    monkeypatch.setattr(tuning, "few_rows", lambda *_, **__: few)
+    monkeypatch.setattr(tuning, "reads_packed", lambda *_, **__: few)
     case = case_of(shape, name)
     rows, packed, slots = of_slots(case)
     own = slot_spec(case.spec)
@@ -130,7 +130,7 @@ def test_whole_tokens_have_the_same_bits(shape: LayerShape) -> None:
 def test_rows_that_are_not_finite_are_reported_as_ever(
     shape: LayerShape, few: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tuning, "few_rows", lambda *_, **__: few)
+    monkeypatch.setattr(tuning, "reads_packed", lambda *_, **__: few)
     case = case_of(shape, "minite")
     x = case.x.clone()
     x[2, 5] = torch.nan

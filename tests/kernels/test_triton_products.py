@@ -10,6 +10,7 @@ import torch
 
 from kernels.catalogue import named_spec
 from kernels.quantize import QuantizedTensor, decode, quantize_weight
+from kernels.triton import grouped_gemm as grouped_product
 from kernels.triton.decode_gemm import decode_gemm
 from kernels.triton.grouped_gemm import grouped_gemm
 from kernels.triton.grouping import ExpertGroups, group
@@ -17,7 +18,6 @@ from kernels.triton.matrix import ExpertMatrix
 from kernels.triton.operand import GroupedOperand
 from kernels.triton.packed_gemm import packed_gemm
 from kernels.triton.quantize import permute_quantize
-from kernels.triton.tiles import decode_tiles
 from kernels.triton.tuning import DECODE, EMULATED, PACKED, GroupedTile
 from tests.kernels.triton_env import DEVICE, GPU
 
@@ -152,8 +152,7 @@ def test_decoded_weights(shape: Shape, compact: bool) -> None:
     expected = decode(case.weight, SPEC.weight).half()
     for own in (matrix, again):
         assert own.shape == shape
-        elements = own.decoded if own.decoded is not None else decode_tiles(own.words, own.word_scales, shape)
-        assert torch.equal(elements.cpu(), expected)
+        assert torch.equal(own.elements().cpu(), expected)
     assert matrix.compact == again.compact == (compact and shape[1] % 128 == 0)
     held = sum(tensor.nbytes for tensor in matrix.tensors()[1:])
     if matrix.decoded is None:
@@ -163,7 +162,10 @@ def test_decoded_weights(shape: Shape, compact: bool) -> None:
     assert all(torch.equal(derived[name], tensor) for name, tensor in matrix.derived().items())
 
 
-def test_a_compact_weight_gives_the_same_product() -> None:
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_compact_weight_gives_the_same_product(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read as it is, or decoded first."""
+    monkeypatch.setattr(grouped_product, "reads_packed", lambda *_, compact: packed)
     case = make((4, 128, 128), ((0,), (3,), (0,)))
     compact = replace(case.matrix, decoded=None)
     expected = grouped_gemm(case.operand, case.matrix, case.groups, out=case.out())
