@@ -159,7 +159,7 @@ def products(
             "grouped_mm": partial(torch._grouped_mm, values, plain_t, offs=offsets),
         }
         if not few:
-            calls["4 bits"] = partial(packed_gemm, operand, matrix, groups, out=out)
+            calls["4 bits"] = partial(grouped_gemm, operand, replace(matrix, decoded=None), groups, out=out)
         if few:
             # Without padding, which would count against it.
             packed = values[: problem.ids.numel()]
@@ -196,7 +196,7 @@ def products(
 
 def decode_counted(problem: Problem, groups: ExpertGroups, ffn: int, product: Row, repeats: int) -> Row:
     """The products with what decoding costs: of the activations, which the quantiser writes in 16 bits instead of 4.5;
-    of the weights, in the product itself where they are held in 4 bits alone, else nothing, since that is done once.
+    of the weights in every call where they are held in 4 bits alone, else nothing, since that is done once.
     """
     activation = SPEC.activation
     assert activation is not None
