@@ -96,18 +96,18 @@ def _packed_products(target: int, pointers: dict[str, str]) -> Iterator[Compilat
     """Those that read 4 bits, in every tile. pointers: of what they share with the others."""
     from kernels.triton.decode_gemm import decode_product
     from kernels.triton.packed_gemm import packed_product
-    from kernels.triton.tuning import DECODE, PACKED
+    from kernels.triton.tuning import FEW_ROWS, PACKED
 
     types = pointers | {"words_ptr": "*i32", "scales_ptr": "*fp8e4nv"}
     few = types | {name: "*i32" for name in ("counts_ptr", "after_ptr", "finished_ptr")}
     few |= {"x_ptr": "*fp16", "out_ptr": "*bf16"}
     del few["E"]
     for name, features, width in (("FC1", 2 * FFN, HIDDEN), ("FC2", HIDDEN, FFN)):
-        for rows, tile in (DECODE | PACKED).items():
+        for rows, tile in (FEW_ROWS | PACKED).items():
             constants = {"N": features, "K": width, "BM": rows, "STAGES": tile.stages}
             options = {"num_warps": tile.warps, "maxnreg": tile.registers}
             title = f"product of 4-bit weights, {name}, {rows} rows"
-            if rows in DECODE:
+            if rows in FEW_ROWS:
                 constants |= {"AFTER": name == "FC2", "REPORT": name == "FC1"}
                 yield Compilation(title, target, decode_product, few, constants, options, _WGMMA)
                 continue

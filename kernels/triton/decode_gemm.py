@@ -25,7 +25,7 @@ from kernels.triton.grouping import ExpertGroups
 from kernels.triton.matrix import ExpertMatrix
 from kernels.triton.operand import GroupedOperand, check_operand
 from kernels.triton.tiles import TILE, load_tile
-from kernels.triton.tuning import DECODE
+from kernels.triton.tuning import FEW_ROWS
 
 
 def decode_gemm(
@@ -38,7 +38,7 @@ def decode_gemm(
     finished: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """As `kernels.triton.grouped_gemm.grouped_gemm`, bit for bit, but for few rows an expert; rows in padding are not
-    written. A tile has as many rows as `groups` are aligned to: 16, 32, 64 or 128. The kernel before this one, which
+    written. A tile has as many rows as `groups` are aligned to: 16 or 32. The kernel before this one, which
     makes the operand, and this one overlap: `groups` must be complete before that one lets this one start.
 
     after: int32 [tiles], where that kernel counts the rows of each tile that it has finished: a tile then waits for its
@@ -52,14 +52,14 @@ def decode_gemm(
         raise ValueError(
             f"products of few rows need a decoded operand and weights of multiples of {TILE}, got {weight.shape}"
         )
-    if groups.align not in DECODE:
+    if groups.align not in FEW_ROWS:
         raise ValueError(
-            f"products of few rows need groups aligned to one of {list(DECODE)}, got {groups.align}"
+            f"products of few rows need groups aligned to one of {list(FEW_ROWS)}, got {groups.align}"
         )
     check_operand(operand.decoded, operand.outer_scales, weight, groups, out)
     if not groups.rows:
         return out
-    tile = DECODE[groups.align]
+    tile = FEW_ROWS[groups.align]
     decode_product[(groups.tile_expert.numel() * (features // TILE),)](
         operand.decoded,
         operand.outer_scales,

@@ -177,7 +177,7 @@ def run_experts(
     # Copies must be older than the groups: see `permute_quantize` and `combine`.
     x, topk_weights = x if isinstance(x, PackedRows) else plain(x), topk_weights.contiguous()
     groups = group(topk_ids, num_experts, align)
-    if align not in tuning.DECODE:
+    if align not in tuning.FEW_ROWS:
         # So many that to look up the row of each slot would take longer than to permute padding as well.
         product = packed_gemm if packed else grouped_gemm
         return combine(_steps(x, groups, w13, w2, bad, product=product)[2], groups, topk_weights, _SPEC)

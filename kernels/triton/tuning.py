@@ -48,8 +48,9 @@ NATIVE = (GroupedTile(128, 128, 256, 3, 4, 1), GroupedTile(128, 128, 256, 2, 4, 
 INTERPRETED = GroupedTile(128, 128, 128, 1, 4, 1)
 
 # By rows of a tile, of which 16 are the fewest that the tensor core takes. More rows share the decoding of a weight,
-# and more of them are padding. Where registers are bounded, one more program fits a processor.
-DECODE = {16: PackedTile(16, registers=96), 32: PackedTile(32)}
+# and more of them are padding. Where registers are bounded, one more program fits a processor. `decode_gemm` takes the
+# tiles of FEW_ROWS, `packed_gemm` those of PACKED.
+FEW_ROWS = {16: PackedTile(16, registers=96), 32: PackedTile(32)}
 PACKED = {
     64: PackedTile(64, registers=128, programs_per_processor=4),
     128: PackedTile(128, stages=4, programs_per_processor=2),
@@ -57,7 +58,7 @@ PACKED = {
 # Up to how many rows an expert has on average a tile is the fastest; above all of them, the last.
 _FASTEST = ((14, 16), (32, 32), (80, 64))
 # Up to how many products that read 4 bits are faster than those of decoded weights, and than to decode them first.
-_FEW, _FEW_IF_COMPACT = 256, 1536
+_READS_PACKED, _READS_PACKED_IF_COMPACT = 256, 1536
 
 Key = tuple[str, bool, int, int, int]
 _measured: dict[Key, GroupedTile] = {}
@@ -75,11 +76,11 @@ def reads_packed(rows: int, num_experts: int, *, compact: bool = False) -> bool:
     """Whether products of so many rows read weights in 4 bits, rather than decoded ones. compact: where those would
     have to be decoded first.
     """
-    return rows <= (_FEW_IF_COMPACT if compact else _FEW) * num_experts
+    return rows <= (_READS_PACKED_IF_COMPACT if compact else _READS_PACKED) * num_experts
 
 
 def packed_rows(slots: int, num_experts: int) -> int:
-    """How many rows of an expert these products take at a time: a key of DECODE or of PACKED."""
+    """How many rows of an expert these products take at a time: a key of FEW_ROWS or of PACKED."""
     average = slots / num_experts
     return next((rows for most, rows in _FASTEST if average <= most), max(PACKED))
 

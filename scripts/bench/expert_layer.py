@@ -153,7 +153,7 @@ def products(
             )
         offsets = groups.starts[1:]
         plain_t = plain.transpose(1, 2)
-        product = grouped_gemm if not few else decode_gemm if groups.align in tuning.DECODE else packed_gemm
+        product = grouped_gemm if not few else decode_gemm if groups.align in tuning.FEW_ROWS else packed_gemm
         calls: dict[str, Call] = {
             "ours": partial(product, operand, matrix, groups, out=out),
             "grouped_mm": partial(torch._grouped_mm, values, plain_t, offs=offsets),

@@ -39,7 +39,7 @@ def run(spec_name: str, shape: LayerShape, masters: torch.dtype, compact: bool) 
     prepared = layer.prepare(layer.quantize(w13, w2, spec), spec, compact=compact)
     guard = NonFiniteGuard(0, shape.experts)
     tiles = {tuning.packed_rows(tokens * shape.top_k, shape.experts) for tokens in FEW}
-    if tiles != {*tuning.DECODE, *tuning.PACKED} or tuning.reads_packed(ids.numel(), shape.experts):
+    if tiles != {*tuning.FEW_ROWS, *tuning.PACKED} or tuning.reads_packed(ids.numel(), shape.experts):
         raise ValueError(f"{shape} does not take every way: tiles of {sorted(tiles)} rows")
     many = layer.forward(x, ids, p, prepared, spec, guard)
     for tokens in FEW:

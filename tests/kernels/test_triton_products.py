@@ -18,7 +18,7 @@ from kernels.triton.matrix import ExpertMatrix
 from kernels.triton.operand import GroupedOperand
 from kernels.triton.packed_gemm import packed_gemm
 from kernels.triton.quantize import permute_quantize
-from kernels.triton.tuning import DECODE, EMULATED, PACKED, GroupedTile
+from kernels.triton.tuning import EMULATED, FEW_ROWS, PACKED, GroupedTile
 from tests.kernels.triton_env import DEVICE, GPU
 
 SPEC = named_spec("minite")
@@ -94,7 +94,7 @@ def test_grouped_product_is_within_1e_6_of_float64(shape: Shape) -> None:
         (SHAPES[1], 19, 16),
         (SHAPES[0], 19, 64),
         (SHAPES[1], 130, 128),
-        *(pytest.param((4, 256, 1024), 150, rows, marks=GPU) for rows in (*DECODE, *PACKED)),
+        *(pytest.param((4, 256, 1024), 150, rows, marks=GPU) for rows in (*FEW_ROWS, *PACKED)),
     ],
 )
 def test_products_that_read_4_bits_have_the_bits_of_the_grouped_one(
@@ -103,7 +103,7 @@ def test_products_that_read_4_bits_have_the_bits_of_the_grouped_one(
     ids = ((0,),) * count + ((shape[0] - 1,),)
     many, own = make(shape, ids), make(shape, ids, align=rows)
     expected = grouped_gemm(many.operand, many.matrix, many.groups, out=many.out())
-    product = decode_gemm if rows in DECODE else packed_gemm
+    product = decode_gemm if rows in FEW_ROWS else packed_gemm
     out = product(own.operand, own.matrix, own.groups, out=own.out())
     assert torch.equal(
         out[own.groups.row_of_slot.flatten().long()], expected[many.groups.row_of_slot.flatten().long()]
@@ -117,7 +117,7 @@ def test_products_that_read_4_bits_have_the_bits_of_the_grouped_one(
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
-@pytest.mark.parametrize("rows", [*DECODE, *PACKED])
+@pytest.mark.parametrize("rows", [*FEW_ROWS, *PACKED])
 def test_products_that_read_4_bits_repeat_beside_other_work(rows: int) -> None:
     """The tensor core reads decoded weights some time after a product is launched, and later where others keep it busy:
     what decodes the next ones too early shows in some of many calls.
@@ -125,7 +125,7 @@ def test_products_that_read_4_bits_repeat_beside_other_work(rows: int) -> None:
     shape = (16, 1536, 2048)
     ids = torch.randint(16, (16 * 8 * rows, 1), generator=torch.Generator().manual_seed(0)).tolist()
     case, many = (make(shape, tuple(map(tuple, ids)), align) for align in (rows, 128))
-    product = decode_gemm if rows in DECODE else packed_gemm
+    product = decode_gemm if rows in FEW_ROWS else packed_gemm
     used = [own.groups.row_of_slot.flatten().long() for own in (case, many)]
     expected = grouped_gemm(many.operand, many.matrix, many.groups, out=many.out())[used[1]]
     side, a, out = torch.cuda.Stream(), torch.randn(4096, 4096, device=DEVICE).bfloat16(), case.out()
