@@ -26,6 +26,7 @@ class Compilation:
     options: dict[str, Any]
     needed: str | None = None  # instruction that the PTX must hold
     exact: bool = False  # whether its arithmetic must stand as it is written
+    in_registers: bool = False  # whether Hopper's tensor core must read an operand from registers
 
 
 def compilations() -> Iterator[Compilation]:
@@ -109,7 +110,9 @@ def _packed_products(target: int, pointers: dict[str, str]) -> Iterator[Compilat
             title = f"product of 4-bit weights, {name}, {rows} rows"
             if rows in FEW_ROWS:
                 constants |= {"AFTER": name == "FC2", "REPORT": name == "FC1"}
-                yield Compilation(title, target, decode_product, few, constants, options, _WGMMA)
+                yield Compilation(
+                    title, target, decode_product, few, constants, options, _WGMMA, in_registers=True
+                )
                 continue
             descriptors = {
                 "x_desc": f"tensordesc<fp16[{rows}, 64]>",
@@ -117,7 +120,16 @@ def _packed_products(target: int, pointers: dict[str, str]) -> Iterator[Compilat
             }
             constants["PROGRAMS"] = 132 * tile.programs_per_processor
             options["num_stages"] = tile.stages
-            yield Compilation(title, target, packed_product, types | descriptors, constants, options, _WGMMA)
+            yield Compilation(
+                title,
+                target,
+                packed_product,
+                types | descriptors,
+                constants,
+                options,
+                _WGMMA,
+                in_registers=True,
+            )
 
 
 def _quantisers(target: int) -> Iterator[Compilation]:

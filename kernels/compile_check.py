@@ -46,6 +46,7 @@ class Evidence:
     def passed(self) -> bool:
         needed = self.compilation.needed
         present = needed is None or self.found["needed"] > 0
+        present &= self.in_registers > 0 or not self.compilation.in_registers
         inexact = self.compilation.exact and (self.found["div.full"] or self.fused)
         divides = needed is not None and self.found["integer divisions"]
         return present and not (inexact or divides or self.overwritten or self.found["trap"])
@@ -77,7 +78,7 @@ def check(compilation: Compilation) -> Evidence:
     if "wgmma.mma_async" not in ptx:
         return Evidence(compilation, found, fused, 0, 0)
     code = disassembled(compiled.asm["cubin"])
-    in_registers = len(re.findall(r"\bHGMMA\S+ R\d+, R\d+,", code))
+    in_registers = len(re.findall(r"\b[A-Z]GMMA\S+ R\d+, R\d+,", code))
     return Evidence(compilation, found, fused, in_registers, len(overwritten_operands(code)))
 
 

@@ -42,7 +42,7 @@ def grouped_gemm(
     """
     native = weight.native
     experts, features, width = weight.shape
-    if weight.compact and reads_packed(groups.rows, experts, compact=True):
+    if weight.compact and reads_packed(groups.row_of_slot.numel(), experts, compact=True):
         return packed_gemm(operand, weight, groups, out=out)
     elements = operand.codes if native else operand.decoded
     if elements is None:

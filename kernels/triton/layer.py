@@ -109,8 +109,8 @@ def prepare(
     """Lay out `weights` for the native or the emulated products; the latter read weights in tiles as they are.
 
     compact: for the emulated ones, keep them in 4 bits alone, which products then read (very many rows decode them
-    first, in every call). Raises
-    ValueError when they were stored under a spec of another layout, and for a spec that the kernels do not compute.
+    first, in every call). Raises ValueError when they were stored under a spec of another layout, and for a spec that
+    the kernels do not compute.
     """
     check_spec(spec)
     weights = ExpertWeights.from_tensors(weights.tensors(), spec)

@@ -173,7 +173,7 @@ def run_experts(
     slots, num_experts = topk_ids.numel(), w13.shape[0]
     compact = w13.compact or w2.compact
     packed = w13.packed and w2.packed and tuning.reads_packed(slots, num_experts, compact=compact)
-    align = tuning.packed_rows(slots, num_experts) if packed else ALIGN
+    align = tuning.tile_rows(slots, num_experts) if packed else ALIGN
     # Copies must be older than the groups: see `permute_quantize` and `combine`.
     x, topk_weights = x if isinstance(x, PackedRows) else plain(x), topk_weights.contiguous()
     groups = group(topk_ids, num_experts, align)

@@ -146,13 +146,14 @@ def behind_products(words):
     Hopper's tensor core reads an operand in registers some time after the product is launched. Neither Triton 3.6 nor
     ptxas keeps the next turn of a loop from writing to them before (Triton's issue 9433).
     """
+    # Blackwell has no such wait; without a GPU, where the target is not known here, kernels are compiled for Hopper.
     if COMPILED and not cuda_capability_geq(10):
         return tl.inline_asm_elementwise(_BEHIND_PRODUCTS, "=r,=r,=r,=r,r,r,r,r", [words], tl.int32, False, 4)
     return words
 
 
 @triton.jit
-def decoded_words(words, scales, HALVES: tl.constexpr):
+def decoded_tile(words, scales, HALVES: tl.constexpr):
     """int32 words [2, HALVES, 4, 8, 4, 4] and their block scales [2, HALVES, 4, 8, 4, 2], flat, in the order of
     `pack_tiles` -> float16 [128, 64 HALVES], features by elements, code times block scale.
     """
@@ -186,7 +187,7 @@ def load_tile(words_ptr, scales_ptr, tile, OPERAND: tl.constexpr):
     scales = tl.load(scales_ptr + tile * 1024 + tl.arange(0, 1024))
     if OPERAND:
         words = behind_products(words)
-    return decoded_words(words, scales, 2)
+    return decoded_tile(words, scales, 2)
 
 
 @triton.jit
@@ -196,7 +197,7 @@ def load_half_tile(words_ptr, scales_ptr, half):
     words_at = half // 2 * 2048 + half % 2 * 512 + word // 512 * 1024 + word % 512
     scales_at = half // 2 * 1024 + half % 2 * 256 + scale // 256 * 512 + scale % 256
     words, scales = tl.load(words_ptr + words_at), tl.load(scales_ptr + scales_at)
-    return decoded_words(behind_products(words), scales, 1)
+    return decoded_tile(behind_products(words), scales, 1)
 
 
 @triton.jit

@@ -57,7 +57,8 @@ PACKED = {
 }
 # Up to how many rows an expert has on average a tile is the fastest; above all of them, the last.
 _FASTEST = ((14, 16), (32, 32), (80, 64))
-# Up to how many products that read 4 bits are faster than those of decoded weights, and than to decode them first.
+# Up to how many products that read 4 bits are faster than those of decoded weights, and than to decode them first (the
+# latter interpolated: faster to read 4 bits at 512, slower at 4,096).
 _READS_PACKED, _READS_PACKED_IF_COMPACT = 256, 1536
 
 Key = tuple[str, bool, int, int, int]
@@ -79,8 +80,8 @@ def reads_packed(rows: int, num_experts: int, *, compact: bool = False) -> bool:
     return rows <= (_READS_PACKED_IF_COMPACT if compact else _READS_PACKED) * num_experts
 
 
-def packed_rows(slots: int, num_experts: int) -> int:
-    """How many rows of an expert these products take at a time: a key of FEW_ROWS or of PACKED."""
+def tile_rows(slots: int, num_experts: int) -> int:
+    """How many rows of an expert products that read 4 bits take at a time: a key of FEW_ROWS or of PACKED."""
     average = slots / num_experts
     return next((rows for most, rows in _FASTEST if average <= most), max(PACKED))
 

@@ -131,8 +131,8 @@ def products(
     those that there are, which the layer then takes too.
     """
     experts = weights.ours.w13.shape[0]
-    few = tuning.reads_packed(problem.ids.numel(), experts)
-    groups = group(problem.ids, experts, tuning.packed_rows(problem.ids.numel(), experts) if few else 128)
+    packed = tuning.reads_packed(problem.ids.numel(), experts)
+    groups = group(problem.ids, experts, tuning.tile_rows(problem.ids.numel(), experts) if packed else 128)
     rows = []
     for what, matrix, plain in (("FC1", weights.ours.w13, weights.w13), ("FC2", weights.ours.w2, weights.w2)):
         _, features, width = matrix.shape
@@ -141,7 +141,7 @@ def products(
         operand = GroupedOperand(None, None, decoded, outer, outer > 2)
         out = torch.empty(groups.rows, features, device="cuda", dtype=torch.bfloat16)
         values = decoded.bfloat16()
-        if tune and not few:
+        if tune and not packed:
             tuning.measure(
                 out.device,
                 groups.rows,
@@ -153,21 +153,23 @@ def products(
             )
         offsets = groups.starts[1:]
         plain_t = plain.transpose(1, 2)
-        product = grouped_gemm if not few else decode_gemm if groups.align in tuning.FEW_ROWS else packed_gemm
+        product = (
+            grouped_gemm if not packed else decode_gemm if groups.align in tuning.FEW_ROWS else packed_gemm
+        )
         calls: dict[str, Call] = {
             "ours": partial(product, operand, matrix, groups, out=out),
             "grouped_mm": partial(torch._grouped_mm, values, plain_t, offs=offsets),
         }
-        if not few:
+        if not packed:
             calls["4 bits"] = partial(grouped_gemm, operand, replace(matrix, decoded=None), groups, out=out)
-        if few:
+        if packed:
             # Without padding, which would count against it.
-            packed = values[: problem.ids.numel()]
+            used = values[: problem.ids.numel()]
             ends = groups.counts.cumsum(0, dtype=torch.int32)
-            calls["grouped_mm"] = partial(torch._grouped_mm, packed, plain_t, offs=ends)
+            calls["grouped_mm"] = partial(torch._grouped_mm, used, plain_t, offs=ends)
         times = medians(calls, repeats, problem.tokens <= FEW)
         active = int((groups.counts > 0).sum())
-        moved = active * features * width * (0.5625 if few else 2) + 2 * problem.ids.numel() * (
+        moved = active * features * width * (0.5625 if packed else 2) + 2 * problem.ids.numel() * (
             features + width
         )
         rate, flops = (
@@ -179,9 +181,9 @@ def products(
         else:
             share = f"{flops / 1e12:.0f} TFLOP/s = {flops / flops_s:.0%} dense"
         rows.append(Row(problem.tokens, problem.load, what, times, share))
-        if not few:
+        if not packed:
             rows.append(decode_counted(problem, groups, weights.w2.shape[2], rows[-1], repeats))
-        if what == "FC2" and not few:
+        if what == "FC2" and not packed:
             d_y = torch.randn(groups.rows, features, device="cuda").bfloat16()
             calls = {
                 "ours": partial(weight_gradient, d_y, values, groups, torch.float32),

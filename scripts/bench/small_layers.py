@@ -21,7 +21,7 @@ from kernels.layer_input import LayerShape, synthetic_layer
 from kernels.triton import layer, tuning
 
 SPECS = ("minite", "minite_expert")
-MANY = 1600
+MANY = 4000  # so many that weights in 4 bits alone are decoded first
 SHAPES = tuple(  # odd numbers of tokens; experts without any; one expert a token
     LayerShape(tokens=MANY, hidden=hidden, ffn=ffn, experts=experts, top_k=top_k)
     for hidden, ffn, experts, top_k in ((256, 128, 4, 2), (128, 256, 7, 3), (384, 128, 2, 1))
@@ -38,8 +38,9 @@ def run(spec_name: str, shape: LayerShape, masters: torch.dtype, compact: bool) 
     w13, w2 = given.w13.to("cuda", masters), given.w2.to("cuda", masters)
     prepared = layer.prepare(layer.quantize(w13, w2, spec), spec, compact=compact)
     guard = NonFiniteGuard(0, shape.experts)
-    tiles = {tuning.packed_rows(tokens * shape.top_k, shape.experts) for tokens in FEW}
-    if tiles != {*tuning.FEW_ROWS, *tuning.PACKED} or tuning.reads_packed(ids.numel(), shape.experts):
+    tiles = {tuning.tile_rows(tokens * shape.top_k, shape.experts) for tokens in FEW}
+    every = tiles == {*tuning.FEW_ROWS, *tuning.PACKED}
+    if not every or tuning.reads_packed(ids.numel(), shape.experts, compact=True):
         raise ValueError(f"{shape} does not take every way: tiles of {sorted(tiles)} rows")
     many = layer.forward(x, ids, p, prepared, spec, guard)
     for tokens in FEW:

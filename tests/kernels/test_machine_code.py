@@ -57,6 +57,29 @@ def listing(*lines: str) -> str:
             id="a way around the wait",
         ),
         pytest.param([FIRST, "EXIT", "MOV R160, R2"], [], id="behind the end"),
+        pytest.param(
+            [FIRST, "BRA !P5, `(.L_x_0)", "MOV R160, R2", ".L_x_0:", "EXIT"],
+            ["0020 MOV R160, R2"],
+            id="a branch that asks for a predicate",
+        ),
+        pytest.param(
+            [FIRST, "@P1 WARPGROUP.DEPBAR.LE gsb0, 0x0", "MOV R160, R2"],
+            ["0020 MOV R160, R2"],
+            id="a wait of some threads",
+        ),
+        pytest.param(
+            [FIRST, "CALL.REL.NOINC `(.L_x_0)", NONE, ".L_x_0:", "EXIT"],
+            ["0010 CALL.REL.NOINC `(.L_x_0)"],
+            id="a call",
+        ),
+        pytest.param(
+            [FIRST, NONE, "CALL.REL.NOINC `(.L_x_0)", ".L_x_0:", "EXIT"], [], id="a call behind the wait"
+        ),
+        pytest.param(
+            [FIRST.replace("HGMMA", "QGMMA"), "F2F.F64.F32 R159, R2"],
+            ["0010 F2F.F64.F32 R159, R2"],
+            id="other elements, and two registers",
+        ),
     ],
 )
 def test_what_is_written_before_it_has_been_read(code: list[str], found: list[str]) -> None:

@@ -128,7 +128,7 @@ def test_tokens_without_an_expert_are_not_waited_for() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
-@pytest.mark.parametrize("tokens", [1, 7, 32, 64, 200, 600])
+@pytest.mark.parametrize("tokens", [1, 7, 32, 64, 200, 400])
 def test_steps_that_overlap_give_the_same_bits_beside_other_work(tokens: int) -> None:
     """Programs start in other orders then. Inputs and experts of tokens take turns, in memory that layers share, so
     that what a step reads too early is another layer's: in a CUDA graph and without. With a listener steps do not

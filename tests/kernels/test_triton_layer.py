@@ -152,13 +152,13 @@ def test_a_token_has_the_same_bits_in_any_company(shape: LayerShape, monkeypatch
     case = case_of(shape, "minite")
     monkeypatch.setattr(tuning, "reads_packed", lambda *_, **__: True)
     alone = case.forward(slice(3, 5))
-    monkeypatch.setattr(tuning, "packed_rows", lambda *_: 16)
-    few = case.forward()
-    monkeypatch.setattr(tuning, "packed_rows", lambda *_: 128)
-    assert torch.equal(case.forward(), few)
+    by_tile = []
+    for rows in (*tuning.FEW_ROWS, *tuning.PACKED):
+        monkeypatch.setattr(tuning, "tile_rows", lambda *_, rows=rows: rows)
+        by_tile.append(case.forward())
     monkeypatch.setattr(tuning, "reads_packed", lambda *_, **__: False)
     many = case.forward()
-    assert torch.equal(few[3:5], alone) and torch.equal(many, few)
+    assert torch.equal(many[3:5], alone) and all(torch.equal(many, own) for own in by_tile)
 
 
 @pytest.mark.parametrize(
