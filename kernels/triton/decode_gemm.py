@@ -23,7 +23,7 @@ from kernels.triton.codec import (
 )
 from kernels.triton.grouping import ExpertGroups
 from kernels.triton.matrix import ExpertMatrix
-from kernels.triton.operand import GroupedOperand, check_operand
+from kernels.triton.operand import GroupedOperand, parts_for_4_bits
 from kernels.triton.tiles import TILE, load_tile
 from kernels.triton.tuning import FEW_ROWS
 
@@ -48,23 +48,15 @@ def decode_gemm(
     aligned otherwise, and for weights whose N or K is no multiple of 128.
     """
     _, features, width = weight.shape
-    if weight.words is None or weight.word_scales is None or operand.decoded is None:
-        raise ValueError(
-            f"products of few rows need a decoded operand and weights of multiples of {TILE}, got {weight.shape}"
-        )
-    if groups.align not in FEW_ROWS:
-        raise ValueError(
-            f"products of few rows need groups aligned to one of {list(FEW_ROWS)}, got {groups.align}"
-        )
-    check_operand(operand.decoded, operand.outer_scales, weight, groups, out)
+    decoded, words, scales = parts_for_4_bits(operand, weight, groups, out, FEW_ROWS)
     if not groups.rows:
         return out
     tile = FEW_ROWS[groups.align]
     decode_product[(groups.tile_expert.numel() * (features // TILE),)](
-        operand.decoded,
+        decoded,
         operand.outer_scales,
-        weight.words,
-        weight.word_scales.view(torch.float8_e4m3fn),
+        words,
+        scales,
         weight.outer,
         as_stored(out),
         groups.tile_expert,

@@ -6,6 +6,7 @@ takes whole sectors of 32 bytes: a small kernel of its own moves them, and clear
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +17,7 @@ from kernels.quantize import QuantizedTensor
 from kernels.swizzle import swizzled_size, unswizzle_128x4
 from kernels.triton.grouping import ExpertGroups
 from kernels.triton.matrix import ExpertMatrix
+from kernels.triton.tiles import TILE
 
 BLOCK = 16
 
@@ -79,6 +81,30 @@ def check_operand(
         raise ValueError(f"the output must be bfloat16, got {out.dtype}")
     if experts * features >= 2**31:
         raise ValueError(f"{experts} x {features} weight rows do not fit 32-bit row numbers")
+
+
+def parts_for_4_bits(
+    operand: GroupedOperand,
+    weight: ExpertMatrix,
+    groups: ExpertGroups,
+    out: torch.Tensor,
+    aligned: Collection[int],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What a product that reads weights in 4 bits takes: the operand decoded, float16 [R, K], and the weight's words
+    and block scales (float8_e4m3fn) in the order of `kernels.triton.tiles`. Raises ValueError for what lacks them, does
+    not fit, or has groups aligned to none of `aligned`.
+    """
+    if weight.words is None or weight.word_scales is None or operand.decoded is None:
+        raise ValueError(
+            "products of 4-bit weights need a decoded operand and weights of multiples of"
+            f" {TILE}, got {weight.shape}"
+        )
+    if groups.align not in aligned:
+        raise ValueError(
+            f"products of 4-bit weights need groups aligned to one of {list(aligned)}, got {groups.align}"
+        )
+    check_operand(operand.decoded, operand.outer_scales, weight, groups, out)
+    return operand.decoded, weight.words, weight.word_scales.view(torch.float8_e4m3fn)
 
 
 def packed_rows(operand: GroupedOperand, rows: torch.Tensor) -> QuantizedTensor:

@@ -16,7 +16,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from kernels.triton.codec import as_stored, to_bf16
 from kernels.triton.grouping import ExpertGroups
 from kernels.triton.matrix import ExpertMatrix
-from kernels.triton.operand import GroupedOperand, check_operand
+from kernels.triton.operand import GroupedOperand, parts_for_4_bits
 from kernels.triton.support import processors
 from kernels.triton.tiles import TILE, load_half_tile
 from kernels.triton.tuning import PACKED
@@ -35,23 +35,15 @@ def packed_gemm(
     weights whose N or K is no multiple of 128.
     """
     experts, features, width = weight.shape
-    if weight.words is None or weight.word_scales is None or operand.decoded is None:
-        raise ValueError(
-            f"products of packed weights need a decoded operand and weights of multiples of {TILE}, got {weight.shape}"
-        )
-    if groups.align not in PACKED:
-        raise ValueError(
-            f"products of packed weights need groups aligned to one of {list(PACKED)}, got {groups.align}"
-        )
-    check_operand(operand.decoded, operand.outer_scales, weight, groups, out)
+    decoded, words, scales = parts_for_4_bits(operand, weight, groups, out, PACKED)
     if not groups.rows:
         return out
     tile = PACKED[groups.align]
     programs = processors(out.device) * tile.programs_per_processor
     packed_product[(programs,)](
-        TensorDescriptor.from_tensor(operand.decoded, [tile.rows, _DEPTH]),
-        weight.words,
-        weight.word_scales.view(torch.float8_e4m3fn),
+        TensorDescriptor.from_tensor(decoded, [tile.rows, _DEPTH]),
+        words,
+        scales,
         operand.outer_scales,
         weight.outer,
         TensorDescriptor.from_tensor(as_stored(out), [_STORED, TILE]),
